@@ -1,0 +1,1 @@
+"""Control carries messages: sockets, authentication, addresses."""

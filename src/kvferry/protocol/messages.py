@@ -1,0 +1,223 @@
+"""Every message on kvferry's wire, and the one place where its format lives.
+
+A frame is one msgpack map with a "type". Unknown keys are ignored, so that a newer peer may add some; unknown
+types and malformed frames raise `BadMessage`, which a listener counts and drops. Names of fields are part of
+the wire: add, never rename.
+
+Who talks to whom:
+
+  consumer worker  -> producer rendezvous   Hello, Claim, Release          answers: Record, Grant, Refused, Released
+  consumer engine  -> producer rendezvous   Renew, Release                 answers: Renewed, Released
+  consumer worker  -> producer worker       Nudge                          no answer
+  consumer worker  -> its own rendezvous    Quiesced                       answer: QuiescedAck
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 8 << 20
+"""Larger frames are dropped by the socket itself (an engine record of 1,000 layers stays below 1 MiB)."""
+
+
+class BadMessage(ValueError):
+    """A frame that is no message of this protocol: the text says what is wrong with it."""
+
+
+class _Message(msgspec.Struct, frozen=True, tag_field="type", kw_only=True):
+    pass
+
+
+class TransferRef(msgspec.Struct, frozen=True):
+    """Names one holding of one request's blocks.
+
+    producer: engine id; incarnation: fresh for each start of that engine; transfer_id: 128 random bits, 32 hex
+    digits; generation: which holding is meant, so that an id used again is not the old transfer.
+    """
+
+    producer: str
+    incarnation: str
+    transfer_id: str
+    generation: int
+
+
+class Hello(_Message, frozen=True, tag="hello"):
+    """A worker asks an engine for its record (topology and every worker's layout and transports)."""
+
+    version: int
+    engine_id: str
+    incarnation: str
+    seq: int
+
+
+class Record(_Message, frozen=True, tag="record"):
+    """The engine's record: `payload` is an encoded `agent` EngineRecord, opaque to the protocol."""
+
+    seq: int
+    version: int
+    engine_id: str
+    incarnation: str
+    payload: bytes
+
+
+class Claim(_Message, frozen=True, tag="claim"):
+    """One consumer rank uses a transfer. Sent as its reads are posted, and again to ask "still held?".
+
+    claim_id: one use by one consumer engine, 32 hex digits; rank, num_ranks: of that engine's readers.
+    digest: of the prompt as the consumer sees it, over num_tokens tokens; blocks_digest: of the producer's block
+    ids that the consumer is reading; topology_digest: of the producer topology that its plan was computed from.
+    """
+
+    ref: TransferRef
+    claim_id: str
+    engine_id: str
+    incarnation: str
+    rank: int
+    num_ranks: int
+    seq: int
+    num_tokens: int
+    digest: bytes
+    blocks_digest: bytes
+    topology_digest: bytes
+
+
+class Grant(_Message, frozen=True, tag="grant"):
+    """The transfer named by the claim was held when this was answered, and will be for lease_s after it."""
+
+    claim_id: str
+    rank: int
+    seq: int
+    generation: int
+    lease_s: float
+
+
+RefusedReason = Literal[
+    "unknown",
+    "released",
+    "lapsed",
+    "incarnation",
+    "generation",
+    "digest",
+    "blocks",
+    "topology",
+    "version",
+    "busy",
+    "ended",
+]
+
+
+class Refused(_Message, frozen=True, tag="refused"):
+    """A Hello or Claim is refused for good. claim_id is empty when a Hello is refused."""
+
+    claim_id: str
+    rank: int
+    seq: int
+    reason: RefusedReason
+    detail: str
+
+
+class RenewEntry(msgspec.Struct, frozen=True):
+    ref: TransferRef
+    claim_id: str
+    num_ranks: int
+
+
+class Renew(_Message, frozen=True, tag="renew"):
+    """A consumer engine keeps its claims alive, from the moment their requests arrive; one message per peer."""
+
+    engine_id: str
+    incarnation: str
+    seq: int
+    entries: tuple[RenewEntry, ...]
+
+
+class RenewedEntry(msgspec.Struct, frozen=True):
+    claim_id: str
+    held: bool
+    reason: str
+    lease_s: float
+
+
+class Renewed(_Message, frozen=True, tag="renewed"):
+    seq: int
+    entries: tuple[RenewedEntry, ...]
+
+
+Outcome = Literal["done", "unused", "failed"]
+
+
+class Release(_Message, frozen=True, tag="release"):
+    """Ranks' parts of a claim are over; `ranks` None: the whole engine's. Idempotent and final.
+
+    reason: for outcome "failed", what went wrong, so that both sides log the same.
+    """
+
+    ref: TransferRef
+    claim_id: str
+    engine_id: str
+    incarnation: str
+    seq: int
+    ranks: tuple[int, ...] | None
+    num_ranks: int
+    outcome: Outcome
+    reason: str
+
+
+class Released(_Message, frozen=True, tag="released"):
+    claim_id: str
+    seq: int
+
+
+class Nudge(_Message, frozen=True, tag="nudge"):
+    """A read of your memory waits for you to drive your transport."""
+
+    incarnation: str
+
+
+class Quiesced(_Message, frozen=True, tag="quiesced"):
+    """No operation can still write the destination blocks of this rank's load."""
+
+    incarnation: str
+    load_id: str
+    rank: int
+    seq: int
+
+
+class QuiescedAck(_Message, frozen=True, tag="quiesced_ack"):
+    load_id: str
+    rank: int
+    seq: int
+
+
+Message: TypeAlias = (
+    Hello
+    | Record
+    | Claim
+    | Grant
+    | Refused
+    | Renew
+    | Renewed
+    | Release
+    | Released
+    | Nudge
+    | Quiesced
+    | QuiescedAck
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(frame: bytes) -> Message:
+    """Raises BadMessage for whatever is not a message: empty, not msgpack, unknown type, a field of a wrong type."""
+    try:
+        return _decoder.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadMessage(f"frame of {len(frame)} bytes: {error}") from None
