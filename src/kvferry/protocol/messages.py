@@ -193,18 +193,7 @@ class QuiescedAck(_Message, frozen=True, tag="quiesced_ack"):
 
 
 Message: TypeAlias = (
-    Hello
-    | Record
-    | Claim
-    | Grant
-    | Refused
-    | Renew
-    | Renewed
-    | Release
-    | Released
-    | Nudge
-    | Quiesced
-    | QuiescedAck
+    Hello | Record | Claim | Grant | Refused | Renew | Renewed | Release | Released | Nudge | Quiesced | QuiescedAck
 )
 
 _encoder = msgspec.msgpack.Encoder()
