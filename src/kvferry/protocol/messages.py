@@ -134,7 +134,13 @@ class Renew(_Message, frozen=True, tag="renew"):
     entries: tuple[RenewEntry, ...]
 
 
+CLAIM_OVER = "over"
+"""RenewedEntry.reason when the claim's own ranks have released it: not held, and nothing is lost."""
+
+
 class RenewedEntry(msgspec.Struct, frozen=True):
+    """reason: "" if held, CLAIM_OVER, or a RefusedReason with what is behind it."""
+
     claim_id: str
     held: bool
     reason: str

@@ -101,7 +101,7 @@ class Transport(Protocol):
         """What a peer needs to reach this worker's regions."""
 
     def reaches(self, record: bytes) -> bool:
-        """Whether a peer's record can be reached from here at all (same host, same kind). Never raises, never blocks."""
+        """Whether a peer's record can be reached from here at all (same host, same kind). Never raises or blocks."""
 
     def connect(self, record: bytes) -> Peer:
         """May block for a moment. Raises PeerLost, BadTransfer (a malformed record) or TransportError."""

@@ -1,0 +1,1 @@
+"""kvferry as a KV connector of vLLM. Importing this package imports neither vLLM nor torch."""

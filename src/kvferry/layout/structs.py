@@ -9,9 +9,14 @@ Structs here are plain data that travels in handshakes, so they know nothing of 
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
+
+Index = TypeVar("Index", int, "npt.NDArray[np.int64]")
 
 Dim = Literal["token", "head", "content"]
 """A dimension inside a block. token: position in the block; head: KV head of this rank's shard, from 0;
@@ -93,3 +98,29 @@ class CacheLayout(msgspec.Struct, frozen=True):
 
     regions: tuple[Region, ...]
     layers: tuple[Layer, ...]
+
+
+class LayoutError(ValueError):
+    """A layout is wrong in itself; the text names the layer, the field and the values."""
+
+
+class Refusal(ValueError):
+    """Two sides do not fit together, or a request does not fit them.
+
+    field: what was compared, with the layer or group it belongs to. consumer, producer: both sides' values.
+    """
+
+    def __init__(self, field: str, consumer: Any, producer: Any, hint: str = "") -> None:
+        super().__init__(f"{field}: consumer has {consumer}, producer has {producer}" + (f" ({hint})" if hint else ""))
+        self.field = field
+        self.consumer = consumer
+        self.producer = producer
+
+
+def offset_bytes(axes: Sequence[Axis], dim: Dim, index: Index) -> Index:
+    """What coordinate `index` of `dim` adds to an address: the meaning of axes, for an int or an array of them."""
+    total = index * 0
+    for axis in axes:
+        if axis.dim == dim:
+            total = total + index // axis.step % axis.size * axis.stride_bytes
+    return total

@@ -1,0 +1,21 @@
+"""The one I/O thread of a process: joins protocol, plan, transport and control.
+
+`EngineAgent` runs in the scheduler's process and serves the engine's rendezvous; `WorkerAgent` runs in each
+worker and moves bytes. The engine's step only enqueues work for them and collects results.
+"""
+
+from kvferry.agent.engine import EngineAgent, HoldEnded, LoadQuiet, TransferLost
+from kvferry.agent.loads import LoadRequest, LoadResult
+from kvferry.agent.loop import boottime
+from kvferry.agent.worker import WorkerAgent
+
+__all__ = [
+    "EngineAgent",
+    "HoldEnded",
+    "LoadQuiet",
+    "LoadRequest",
+    "LoadResult",
+    "TransferLost",
+    "WorkerAgent",
+    "boottime",
+]

@@ -1,0 +1,54 @@
+"""What the engine's step hands to a worker's agent, and what comes back."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvferry.protocol.messages import TransferRef
+
+
+class LoadRequest(msgspec.Struct, frozen=True):
+    """One request's KV to fetch, as the scheduler decided it; the same for every rank of the engine.
+
+    load_id: unique per attempt; claim_id: this request's claim on the producer's transfer.
+    address, key_id: of the producer's rendezvous.
+    num_tokens: what the producer offers and the digest covers. [first_token, end_token): what is missing here.
+    consumer_block_ids, producer_block_ids: per KV cache group, by token position; -1 where nothing is to be
+      loaded (a null placeholder, or there already).
+    refused: not empty when the load must fail at once, with this reason.
+    """
+
+    request_id: str
+    load_id: str
+    claim_id: str
+    ref: TransferRef
+    address: str
+    key_id: str
+    num_tokens: int
+    first_token: int
+    end_token: int
+    consumer_block_ids: tuple[tuple[int, ...], ...]
+    producer_block_ids: tuple[tuple[int, ...], ...]
+    digest: bytes
+    blocks_digest: bytes
+    refused: str = ""
+
+
+class LoadResult(msgspec.Struct, frozen=True):
+    """How one rank's part of a load ended. Reported exactly once per load.
+
+    quiet: no operation can still write the destination blocks. seconds: from the first post to the last byte.
+    wait_s: from the engine's step to the first post, handshake included.
+    """
+
+    request_id: str
+    load_id: str
+    rank: int
+    ok: bool
+    quiet: bool
+    reason: str
+    transport: str
+    num_bytes: int
+    num_descriptors: int
+    seconds: float
+    wait_s: float

@@ -1,0 +1,150 @@
+"""The loop of an agent's thread: sockets, commands from other threads, deadlines. It never dies of one error."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from kvferry.control.addresses import AddressError
+from kvferry.control.endpoint import Backlog, Endpoint, FrameTooLarge, Lost, Received, Route
+from kvferry.protocol import messages
+from kvferry.protocol.messages import BadMessage, Message
+
+logger = logging.getLogger(__name__)
+
+
+def boottime() -> float:
+    """Seconds of CLOCK_BOOTTIME, which goes on while a machine is suspended: leases must not stretch."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class Counters(collections.Counter[str]):
+    """Counts by name, written by one thread, read by any (a read may be one event behind)."""
+
+
+class AgentLoop:
+    """Runs one thread that owns `endpoint`. Subclasses say what to do with messages, losses and time.
+
+    Other threads call only `submit`, `start`, `stop` and what subclasses mark as safe for any thread.
+    """
+
+    def __init__(self, name: str, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.counters = Counters()
+        self._name = name
+        self._commands: collections.deque[Callable[[], None]] = collections.deque()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._ready = threading.Event()
+        self._start_error: BaseException | None = None
+
+    # For any thread.
+
+    def start(self) -> None:
+        """Starts the thread and waits until `on_start` has run. Raises what it raised."""
+        self._thread.start()
+        self._ready.wait()
+        if self._start_error is not None:
+            raise self._start_error
+
+    def submit(self, command: Callable[[], None]) -> None:
+        """Runs `command` in the agent's thread, soon and in order."""
+        self._commands.append(command)
+        self.endpoint.wake()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Ends the thread; what it owned is closed. Idempotent."""
+        self._stopping = True
+        self.endpoint.wake()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    # For subclasses, all in the agent's thread.
+
+    def on_start(self) -> None:
+        """Once, before the first message."""
+
+    def on_message(self, source: Route | str, message: Message) -> None:
+        raise NotImplementedError
+
+    def on_lost(self, address: str, reason: str) -> None:
+        raise NotImplementedError
+
+    def on_time(self) -> None:
+        """After every wake-up."""
+
+    def next_wakeup(self) -> float | None:
+        """When `on_time` must run next even if nothing happens (boottime seconds)."""
+        return None
+
+    def on_stop(self) -> None:
+        """Once, at the end of the thread."""
+
+    def send(self, to: Route | str, message: Message) -> bool:
+        """Sends or counts why not: a message that can't leave is a lost message, which the protocol repairs."""
+        try:
+            self.endpoint.send(to, messages.encode(message))
+        except (AddressError, Backlog, FrameTooLarge) as error:
+            self.counters[f"unsent_{type(message).__name__.lower()}"] += 1
+            logger.debug("%s could not send %s to %s: %s", self._name, type(message).__name__, to, error)
+            return False
+        return True
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            self.on_start()
+        except BaseException as error:
+            self._start_error = error
+            self._ready.set()
+            self._close()
+            return
+        self._ready.set()
+        while not self._stopping:
+            self._guard(self._turn)
+        self._close()
+
+    def _turn(self) -> None:
+        for event in self.endpoint.receive(self._timeout_s()):
+            if isinstance(event, Received):
+                self._guard(self._deliver, event)
+            elif isinstance(event, Lost):
+                self._guard(self.on_lost, event.address, event.reason)
+        while self._commands:
+            self._guard(self._commands.popleft())
+        self._guard(self.on_time)
+
+    def _timeout_s(self) -> float | None:
+        if self._commands:
+            return 0.0
+        wakeup = self.next_wakeup()
+        return None if wakeup is None else max(0.0, wakeup - boottime())
+
+    def _deliver(self, event: Received) -> None:
+        try:
+            message = messages.decode(event.frame)
+        except BadMessage as error:
+            self.counters["bad_messages"] += 1
+            logger.debug("%s dropped a message from %s: %s", self._name, event.source, error)
+            return
+        self.on_message(event.source, message)
+
+    def _guard(self, step: Callable[..., None], *args: object) -> None:
+        try:
+            step(*args)
+        except Exception:
+            # One bad event must not end the thread that every request depends on.
+            self.counters["errors"] += 1
+            logger.exception("%s: an event failed", self._name)
+
+    def _close(self) -> None:
+        self._guard(self.on_stop)
+        self._guard(self.endpoint.close)

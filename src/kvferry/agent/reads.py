@@ -1,0 +1,106 @@
+"""The reads of one load: posted, driven and, when they must end early, given back until they are quiet."""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+from kvferry.transport.base import Batch, Handle, Peer, QueueFull, State, Transport, TransportError
+
+NUDGE_AFTER_S = 0.003
+"""A read that waits longer than this for a target that must poll gets a nudge; twice the usual inline read."""
+NUDGE_AGAIN_S = 0.2
+
+
+class Source(NamedTuple):
+    """What one producer worker has to give for this load."""
+
+    transport: Transport
+    peer: Peer
+    nudge_address: str
+    batches: tuple[Batch, ...]
+
+
+class Phase(enum.Enum):
+    READING = "reading"
+    DONE = "done"
+    FAILED = "failed"
+    ABANDONED = "abandoned"
+
+
+class Reads:
+    """Drives one load's reads: `step` until the phase is not READING, then `quiet` until it says True."""
+
+    def __init__(self, sources: list[Source], now: float) -> None:
+        self.phase = Phase.READING
+        self.reason = ""
+        self._unposted = list(reversed(sources))
+        self._in_flight: list[tuple[Source, Handle]] = []
+        self._draining: list[tuple[Source, Handle]] = []
+        self._nudge_at = now + NUDGE_AFTER_S
+
+    def step(self) -> Phase:
+        """Posts what is left, polls what is under way."""
+        if self.phase is Phase.READING:
+            self._post()
+        if self.phase is Phase.READING:
+            self._poll()
+        if self.phase is Phase.READING and not self._unposted and not self._in_flight:
+            self.phase = Phase.DONE
+        return self.phase
+
+    def abandon(self, reason: str) -> None:
+        """Ends a load whose bytes are no longer wanted. Nothing more is posted."""
+        if self.phase is Phase.READING:
+            self._end(Phase.ABANDONED, reason)
+
+    def quiet(self) -> bool:
+        """Whether no operation of this load can still write. Gives handles back on the way."""
+        self._draining = [(source, handle) for source, handle in self._draining if not source.transport.release(handle)]
+        return self.phase is not Phase.READING and not self._draining
+
+    def nudges_due(self, now: float) -> list[str]:
+        """Control addresses of producer workers that must poll for this load to go on."""
+        if now < self._nudge_at or self.phase is Phase.DONE:
+            return []
+        self._nudge_at = now + NUDGE_AGAIN_S
+        waiting = self._in_flight + self._draining
+        return [source.nudge_address for source, _ in waiting if source.transport.traits.target_must_poll]
+
+    def _post(self) -> None:
+        while self._unposted:
+            source = self._unposted[-1]
+            try:
+                handle = source.transport.read(source.peer, source.batches)
+            except QueueFull:
+                # Back-pressure: the rest is posted when something has finished.
+                return
+            except TransportError as error:
+                self._end(Phase.FAILED, f"{type(error).__name__}: {error}")
+                return
+            self._unposted.pop()
+            self._in_flight.append((source, handle))
+
+    def _poll(self) -> None:
+        still: list[tuple[Source, Handle]] = []
+        failure = ""
+        for source, handle in self._in_flight:
+            status = source.transport.poll(handle)
+            if status.state is State.DONE:
+                if not source.transport.release(handle):
+                    self._draining.append((source, handle))
+            elif status.state is State.FAILED:
+                failure = status.detail or "the transport reported a failure"
+                self._draining.append((source, handle))
+            else:
+                still.append((source, handle))
+        self._in_flight = still
+        if failure:
+            self._end(Phase.FAILED, failure)
+
+    def _end(self, phase: Phase, reason: str) -> None:
+        self.phase = phase
+        self.reason = reason
+        self._draining += self._in_flight
+        self._in_flight = []
+        self._unposted = []

@@ -1,0 +1,211 @@
+"""A small client of the OpenAI API, of the two legs that a router makes of a request, and of the metrics page."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MODEL_NAME = "default"  # the name under which every server serves its model
+PREFILL_PARAMS: Mapping[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+Json = dict[str, Any]
+
+
+class HttpError(RuntimeError):
+    """A server answered with an error status, or not at all (status 0). body is its text."""
+
+    def __init__(self, url: str, status: int, body: str) -> None:
+        super().__init__(f"{url}: {f'HTTP {status}' if status else 'no answer'}: {body[:500]}")
+        self.status = status
+        self.body = body
+
+
+@dataclass(frozen=True)
+class Legs:
+    """What the two legs of a request answered; `decode` holds the text."""
+
+    prefill: Json
+    decode: Json
+
+
+def get(url: str, timeout_s: float = 30.0) -> str:
+    """The body of a GET. Raises HttpError."""
+    return _send(urllib.request.Request(url), timeout_s)
+
+
+def post(url: str, body: Mapping[str, Any], timeout_s: float = 300.0, headers: Mapping[str, str] | None = None) -> Json:
+    """POST a JSON object, return the JSON object answered ({} for an empty answer). Raises HttpError."""
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json", **(headers or {})}
+    )
+    text = _send(request, timeout_s)
+    answer: Json = json.loads(text) if text.strip() else {}
+    return answer
+
+
+def completion_body(prompt: str | Sequence[int], **fields: Any) -> Json:
+    """The body of a greedy completion request; `fields` (max_tokens, cache_salt, n, ...) win over the defaults."""
+    defaults = {"model": MODEL_NAME, "max_tokens": 16, "temperature": 0.0, "return_token_ids": True}
+    return {**defaults, "prompt": prompt, **fields}
+
+
+def complete(url: str, prompt: str | Sequence[int], *, timeout_s: float = 300.0, **fields: Any) -> Json:
+    """POST /v1/completions and return the answer. Greedy and 16 tokens, unless told otherwise. Raises HttpError."""
+    return post(f"{url}/v1/completions", completion_body(prompt, **fields), timeout_s)
+
+
+def prefill_leg(url: str, body: Mapping[str, Any], timeout_s: float = 300.0, request_id: str = "") -> Json:
+    """What a router does first: run `body` on the prefill server for one token. Its answer has kv_transfer_params."""
+    leg = {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
+    leg.update(max_tokens=1, min_tokens=1, kv_transfer_params=dict(PREFILL_PARAMS))
+    return post(f"{url}/v1/completions", leg, timeout_s, _request_id_header(request_id))
+
+
+def decode_leg(
+    url: str, body: Mapping[str, Any], params: Mapping[str, Any] | None, timeout_s: float = 300.0, request_id: str = ""
+) -> Json:
+    """What a router does second: run `body` on the decode server with the kv_transfer_params that prefill answered."""
+    leg = {**body, "kv_transfer_params": dict(params)} if params else dict(body)
+    return post(f"{url}/v1/completions", leg, timeout_s, _request_id_header(request_id))
+
+
+def two_legs(
+    prefill_url: str, decode_url: str, prompt: str | Sequence[int], *, timeout_s: float = 300.0, **fields: Any
+) -> Legs:
+    """One request by way of both servers, as the router does it. Raises HttpError of the leg that failed."""
+    body = completion_body(prompt, **fields)
+    request_id = uuid.uuid4().hex
+    first = prefill_leg(prefill_url, body, timeout_s, request_id)
+    second = decode_leg(decode_url, body, first.get("kv_transfer_params"), timeout_s, request_id)
+    return Legs(first, second)
+
+
+def text(answer: Json) -> str:
+    """The text of the first choice of a completion."""
+    first: str = answer["choices"][0]["text"]
+    return first
+
+
+def tokens(answer: Json) -> list[int]:
+    """The generated token ids of the first choice. Compare these: bytes that are no text look alike."""
+    ids: list[int] = answer["choices"][0]["token_ids"]
+    return ids
+
+
+def transfer_report(answer: Json) -> Json:
+    """What kvferry says about a request's transfer (path, transport, bytes, ...); {} if it says nothing."""
+    params = answer.get("kv_transfer_params") or {}
+    report: Json = params.get("kvferry") or {}
+    return report
+
+
+def tokenize(url: str, prompt: str) -> list[int]:
+    """The token ids of a prompt."""
+    ids: list[int] = post(f"{url}/tokenize", {"model": MODEL_NAME, "prompt": prompt})["tokens"]
+    return ids
+
+
+def detokenize(url: str, ids: Sequence[int]) -> str:
+    """The text of token ids."""
+    prompt: str = post(f"{url}/detokenize", {"model": MODEL_NAME, "tokens": list(ids)})["prompt"]
+    return prompt
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One line of a metrics page."""
+
+    name: str
+    labels: Mapping[str, str]
+    value: float
+
+
+class Metrics:
+    """A Prometheus page, read once."""
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self.samples = list(samples)
+
+    def value(self, name: str, **labels: str) -> float:
+        """The sum of the samples of this name whose labels agree. Raises KeyError if there is none."""
+        values = [
+            sample.value
+            for sample in self.samples
+            if sample.name == name and all(sample.labels.get(key) == value for key, value in labels.items())
+        ]
+        if not values:
+            raise KeyError(f"no sample {name} with {labels}")
+        return sum(values)
+
+    def get(self, name: str, default: float = 0.0, **labels: str) -> float:
+        """As value, with a default where there is no such sample (a labelled counter that never counted)."""
+        try:
+            return self.value(name, **labels)
+        except KeyError:
+            return default
+
+    def label(self, name: str, label: str) -> str:
+        """A label of the first sample of this name, as vllm:cache_config_info keeps its values. Raises KeyError."""
+        for sample in self.samples:
+            if sample.name == name and label in sample.labels:
+                return sample.labels[label]
+        raise KeyError(f"no sample {name} with a label {label}")
+
+    def names(self, prefix: str = "") -> list[str]:
+        """The names that start with `prefix`, sorted."""
+        return sorted({sample.name for sample in self.samples if sample.name.startswith(prefix)})
+
+
+def metrics(url: str, timeout_s: float = 30.0) -> Metrics:
+    """Read URL/metrics. Raises HttpError."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    page = get(f"{url}/metrics", timeout_s)
+    return Metrics(
+        [
+            Sample(sample.name, dict(sample.labels), sample.value)
+            for family in text_string_to_metric_families(page)
+            for sample in family.samples
+        ]
+    )
+
+
+def is_healthy(url: str, timeout_s: float = 2.0) -> bool:
+    """Whether GET URL/health answers 200."""
+    try:
+        get(f"{url}/health", timeout_s)
+    except HttpError:
+        return False
+    return True
+
+
+def _request_id_header(request_id: str) -> dict[str, str]:
+    return {"X-Request-Id": request_id} if request_id else {}
+
+
+# Loopback is never reached through a proxy, whatever the environment says.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def _send(request: urllib.request.Request, timeout_s: float) -> str:
+    try:
+        with _OPENER.open(request, timeout=timeout_s) as response:
+            body: bytes = response.read()
+            return body.decode(errors="replace")
+    except urllib.error.HTTPError as error:
+        raise HttpError(request.full_url, error.code, error.read().decode(errors="replace")) from None
+    except (OSError, http.client.HTTPException) as error:
+        raise HttpError(request.full_url, 0, str(error) or type(error).__name__) from error

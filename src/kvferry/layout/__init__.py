@@ -1,0 +1,59 @@
+"""Where the bytes of a KV cache lie: fields, named axes, byte strides.
+
+structs.py has the data that travels in handshakes, builders.py makes fields for the layouts in use, check.py says
+whether a layout is sound. Nothing here knows torch or vLLM.
+"""
+
+from kvferry.layout.builders import (
+    PHYSICAL_ORDERS,
+    PlaneOrder,
+    Spec,
+    cpu_tiles,
+    from_shape,
+    fused,
+    interleaved,
+    key_only,
+    opaque_tiles,
+    physical_strides,
+    separated,
+    with_kernel_blocks,
+)
+from kvferry.layout.check import check
+from kvferry.layout.structs import (
+    Axis,
+    CacheLayout,
+    Dim,
+    Field,
+    Heads,
+    Layer,
+    LayoutError,
+    Refusal,
+    Region,
+    offset_bytes,
+)
+
+__all__ = [
+    "PHYSICAL_ORDERS",
+    "Axis",
+    "CacheLayout",
+    "Dim",
+    "Field",
+    "Heads",
+    "Layer",
+    "LayoutError",
+    "PlaneOrder",
+    "Refusal",
+    "Region",
+    "Spec",
+    "check",
+    "cpu_tiles",
+    "from_shape",
+    "fused",
+    "interleaved",
+    "key_only",
+    "offset_bytes",
+    "opaque_tiles",
+    "physical_strides",
+    "separated",
+    "with_kernel_blocks",
+]

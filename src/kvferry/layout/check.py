@@ -1,0 +1,180 @@
+"""Is a layout sound in itself? Run on a worker's own layout when it registers, and on each that a peer announces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from math import prod
+from typing import get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.layout.structs import Axis, CacheLayout, Dim, Field, Layer, LayoutError
+
+MAX_RUNS = 1 << 22
+"""Separate runs of bytes that one layer may have in one block: bounds the work that a peer's layout can cause."""
+
+MAX_BYTES = 1 << 56
+"""Any address, length or stride above this is nonsense, and below it int64 arithmetic cannot overflow."""
+
+Ints = npt.NDArray[np.int64]
+
+
+def check(layout: CacheLayout) -> None:
+    """Raise LayoutError, naming layer, field and both values, unless for every layer
+
+    - the axes of each field enumerate each (token, head, content byte) once,
+    - every address of every block is inside the layer's region,
+    - no two of (field, block, token, head, content byte) share an address,
+    - only opaque fields have a tile, and they have a tag,
+
+    and unless names are unique and the layers of one group agree in their block size.
+    """
+    _unique("layer name", (layer.name for layer in layout.layers))
+    block_sizes: dict[int, Layer] = {}
+    for index, region in enumerate(layout.regions):
+        _bounded(f"region {index}", "length_bytes", region.length_bytes, 1)
+    for layer in layout.layers:
+        first = block_sizes.setdefault(layer.group, layer)
+        if first.block_size != layer.block_size:
+            raise LayoutError(
+                f"layer {layer.name}: block_size {layer.block_size}, but {first.block_size} in layer {first.name}"
+                f" of the same group {layer.group}"
+            )
+        _check_layer(layout, layer)
+
+
+def _check_layer(layout: CacheLayout, layer: Layer) -> None:
+    where = f"layer {layer.name}"
+    if not 0 <= layer.region < len(layout.regions):
+        raise LayoutError(f"{where}: region {layer.region} of {len(layout.regions)}")
+    for name, value, least in (
+        ("group", layer.group, 0),
+        ("base_bytes", layer.base_bytes, 0),
+        ("num_blocks", layer.num_blocks, 1),
+        ("block_size", layer.block_size, 1),
+        ("heads.start", layer.heads.start, 0),
+        ("heads.count", layer.heads.count, 1),
+    ):
+        _bounded(where, name, value, least)
+    if layer.heads.start + layer.heads.count > layer.heads.total:
+        raise LayoutError(
+            f"{where}: heads {layer.heads.start} to {layer.heads.start + layer.heads.count} of {layer.heads.total}"
+        )
+    if not layer.fields:
+        raise LayoutError(f"{where}: fields: none")
+    _unique(f"{where}: field", (field.name for field in layer.fields))
+    end = max(_check_field(f"{where}, field {field.name}", layer, field) for field in layer.fields)
+    length = layout.regions[layer.region].length_bytes
+    if layer.base_bytes + end > length:
+        raise LayoutError(
+            f"{where}: ends at byte {layer.base_bytes + end} of region {layer.region}, which has {length}"
+        )
+    clash = _clash(layer.fields, layer.num_blocks)
+    if clash:
+        raise LayoutError(f"{where}: {clash}")
+
+
+def _check_field(where: str, layer: Layer, field: Field) -> int:
+    """Check one field; returns the offset just behind its last byte, from the layer's base."""
+    _bounded(where, "base_bytes", field.base_bytes, 0)
+    _bounded(where, "block_stride_bytes", field.block_stride_bytes, 0)
+    for axis in field.axes:
+        if axis.dim not in get_args(Dim):
+            raise LayoutError(f"{where}: axis {axis.dim!r} is none of {get_args(Dim)}")
+        for name, value, least in (("size", axis.size, 1), ("step", axis.step, 1), ("stride", axis.stride_bytes, 0)):
+            _bounded(where, f"{axis.dim} axis {name}", value, least)
+    if field.opaque == "":
+        raise LayoutError(f"{where}: opaque: the tag is empty")
+    _digits(where, field.axes, "token", layer.block_size, tile=field.opaque is not None)
+    _digits(where, field.axes, "head", layer.heads.count)
+    _digits(where, field.axes, "content", field.content_bytes)
+    reach = sum((axis.size - 1) * axis.stride_bytes for axis in field.axes)
+    return field.base_bytes + (layer.num_blocks - 1) * field.block_stride_bytes + reach + 1
+
+
+def _digits(where: str, axes: Iterable[Axis], dim: Dim, extent: int, tile: bool = False) -> None:
+    """The axes of `dim`, as digits of a number, count every coordinate below `extent` once."""
+    digits = sorted((axis.step, axis.size) for axis in axes if axis.dim == dim)
+    covered = digits[0][0] if tile and digits else 1
+    for step, size in digits:
+        if step != covered and size > 1:
+            raise LayoutError(f"{where}: {dim} axis has step {step}, the axes inside it cover {covered}")
+        covered *= size
+    if covered != extent:
+        raise LayoutError(f"{where}: {dim} axes cover {covered}, the layer has {extent}")
+
+
+def _bounded(where: str, name: str, value: int, least: int) -> None:
+    if not least <= value <= MAX_BYTES:
+        raise LayoutError(f"{where}: {name} {value} is not in [{least}, {MAX_BYTES}]")
+
+
+def _unique(what: str, names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise LayoutError(f"{what} {name}: appears twice")
+        seen.add(name)
+
+
+@lru_cache(maxsize=256)
+def _clash(fields: tuple[Field, ...], num_blocks: int) -> str | None:
+    """How two coordinates of a layer come to share a byte, or None. Cached: most layers of a model are alike."""
+    runs = [_runs(field) for field in fields]
+    if sum(len(starts) for starts, _ in runs) > MAX_RUNS:
+        return f"more than {MAX_RUNS} separate runs in a block"
+    starts = np.concatenate([starts for starts, _ in runs])
+    lengths = np.concatenate([np.full(len(starts), length, np.int64) for starts, length in runs])
+    strides = {field.block_stride_bytes for field in fields}
+    if len(strides) > 1 and num_blocks > 1:
+        return f"fields differ in block_stride_bytes: {sorted(strides)}"
+    stride = max(fields[0].block_stride_bytes, 1)
+    if num_blocks == 1:
+        stride = int((starts + lengths).max())
+    elif int(lengths.max()) > stride:
+        return f"a run of {int(lengths.max())} bytes in a block, but blocks are {stride} bytes apart"
+    return _overlap(starts, lengths, stride, num_blocks)
+
+
+def _runs(field: Field) -> tuple[Ints, int]:
+    """The contiguous runs of a field inside one block: their starts, and the one length they have."""
+    run, axes = 1, [axis for axis in field.axes if axis.size > 1]
+    while inner := next((axis for axis in axes if axis.stride_bytes == run), None):
+        run *= inner.size
+        axes.remove(inner)
+    if prod(axis.size for axis in axes) > MAX_RUNS:
+        return np.zeros(MAX_RUNS + 1, np.int64), run
+    starts = np.full(1, field.base_bytes, np.int64)
+    for axis in axes:
+        starts = np.add.outer(starts, np.arange(axis.size, dtype=np.int64) * axis.stride_bytes).ravel()
+    return starts, run
+
+
+def _overlap(starts: Ints, lengths: Ints, stride: int, num_blocks: int) -> str | None:
+    """Runs repeat at each multiple of `stride`, num_blocks times. Where two meet, seen modulo the stride, their
+    quotients must be num_blocks apart; so no block has to be looked at twice."""
+    wraps = starts % stride + lengths > stride
+    head = np.where(wraps, stride - starts % stride, lengths)
+    begin = np.concatenate([starts % stride, np.zeros(int(wraps.sum()), np.int64)])
+    end = begin + np.concatenate([head, (lengths - head)[wraps]])
+    turn = np.concatenate([starts // stride, starts[wraps] // stride + 1])
+    cuts = np.unique(np.concatenate([begin, end]))
+    low, high = np.searchsorted(cuts, begin), np.searchsorted(cuts, end)
+    pieces = high - low
+    if int(pieces.sum()) > 4 * MAX_RUNS:
+        return "runs overlap in too many ways"
+    first = np.repeat(low - np.cumsum(pieces) + pieces, pieces)
+    segment = first + np.arange(int(pieces.sum()))
+    turn = np.repeat(turn, pieces)
+    order = np.lexsort((turn, segment))
+    segment, turn = segment[order], turn[order]
+    bad = np.flatnonzero((segment[1:] == segment[:-1]) & (turn[1:] - turn[:-1] < num_blocks))
+    if not len(bad):
+        return None
+    at = bad[0]
+    address = int(turn[at + 1]) * stride + int(cuts[segment[at]])
+    return (
+        f"two coordinates share the byte at offset {address} of the layer (block stride {stride}, {num_blocks} blocks)"
+    )

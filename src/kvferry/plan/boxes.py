@@ -1,0 +1,223 @@
+"""The algebra of a transfer: boxes of byte pairs, and the few operations that make, coalesce and list them.
+
+An axis list gives every coordinate an address. Where the same coordinates have addresses on two sides, a transfer is
+the set of pairs (consumer address, producer address), byte by byte. A `Box` is such a set in closed form. Each
+operation below states what it does to the set; tests check these statements literally.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import gcd, prod
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.layout import Axis, Dim
+
+Ints = npt.NDArray[np.int64]
+
+
+class Digit(NamedTuple):
+    """One digit of a coordinate on one side: `size` values, `stride` bytes apart."""
+
+    size: int
+    stride: int
+
+
+Digits = tuple[Digit, ...]
+"""The digits of a coordinate, innermost first: a mixed-radix number, and what each digit adds to the address."""
+
+
+class Loop(NamedTuple):
+    """`size` steps, each so many bytes on either side."""
+
+    size: int
+    consumer_stride: int
+    producer_stride: int
+
+
+class Box(NamedTuple):
+    """The pairs {(c + sum(i * cs) + j, p + sum(i * ps) + j)} over all i of its loops and 0 <= j < run_bytes."""
+
+    consumer_offset: int
+    producer_offset: int
+    loops: tuple[Loop, ...]
+    run_bytes: int
+
+    @property
+    def num_runs(self) -> int:
+        return prod(loop.size for loop in self.loops)
+
+    def shifted(self, consumer_bytes: int, producer_bytes: int) -> Box:
+        """Each pair of the box, moved on both sides."""
+        return Box(
+            self.consumer_offset + consumer_bytes, self.producer_offset + producer_bytes, self.loops, self.run_bytes
+        )
+
+
+class Runs(NamedTuple):
+    """Descriptors as arrays of equal length: pairs (c + j, p + j), 0 <= j < length, for each entry."""
+
+    consumer_offsets: Ints
+    producer_offsets: Ints
+    lengths: Ints
+
+
+POINT = Box(0, 0, (), 1)
+"""The one pair (0, 0): what `times` leaves alone."""
+
+
+def digits(axes: Iterable[Axis], dim: Dim) -> Digits:
+    """The axes of one dimension, innermost first, without those that have only one value."""
+    inner_first = sorted((axis for axis in axes if axis.dim == dim and axis.size > 1), key=lambda axis: axis.step)
+    return tuple(Digit(axis.size, axis.stride_bytes) for axis in inner_first)
+
+
+def address(number: Digits, index: Ints) -> Ints:
+    """What each index adds to an address."""
+    total = np.zeros_like(index)
+    for size, stride in number:
+        total += index % size * stride
+        index = index // size
+    return total
+
+
+def above(number: Digits, unit: int) -> Digits:
+    """The digits that count whole units: address(above(d, unit), i) == address(d, i * unit). Unit must be aligned."""
+    rest: list[Digit] = []
+    for size, stride in number:
+        inside = gcd(size, unit)
+        unit //= inside
+        if inside < size:
+            rest.append(Digit(size // inside, stride * inside))
+    return tuple(rest)
+
+
+def refine(consumer: Digits, producer: Digits, limit: int = 0) -> tuple[Loop, ...]:
+    """The innermost digits that two numbers have in common, innermost first; `limit` (0: none) bounds their product.
+
+    With U the product of the sizes: U divides both extents, and the limit if there is one; both numbers are cut at U
+    (a digit ends there, or is cut in two); and below U the loops give index i the address that each side gives it.
+    """
+    loops: list[Loop] = []
+    left, right = list(consumer), list(producer)
+    while left and right:
+        size = gcd(left[0].size, right[0].size, limit)
+        if size == 1:
+            break
+        loops.append(Loop(size, left[0].stride, right[0].stride))
+        limit //= size
+        _advance(left, size)
+        _advance(right, size)
+        if limit == 1:
+            break
+    return tuple(loops)
+
+
+def _advance(number: list[Digit], size: int) -> None:
+    digit = number.pop(0)
+    if digit.size > size:
+        number.insert(0, Digit(digit.size // size, digit.stride * size))
+
+
+def pair(consumer: Digits, producer: Digits, consumer_start: int, producer_start: int, count: int) -> tuple[Box, ...]:
+    """The pairs of addresses of `count` coordinates, which start at another index on each side.
+
+    The union of the boxes is {(address(consumer, consumer_start + i), address(producer, producer_start + i))}: the
+    common digits as loops, what is above them index by index, where neighbours that are evenly spaced on both sides
+    are a loop again.
+    """
+    loops = refine(consumer, producer, gcd(consumer_start, producer_start, count))
+    unit = prod(loop.size for loop in loops)
+    index = np.arange(0, count, unit, dtype=np.int64)
+    consumer_offsets = address(consumer, consumer_start + index).tolist()
+    producer_offsets = address(producer, producer_start + index).tolist()
+    return tuple(
+        Box(c, p, (*loops, outer) if outer.size > 1 else loops, 1)
+        for c, p, outer in _progressions(list(zip(consumer_offsets, producer_offsets, strict=True)))
+    )
+
+
+def _progressions(points: list[tuple[int, int]]) -> Iterable[tuple[int, int, Loop]]:
+    """Points as evenly spaced sequences, greedily from the left: (first point, loop over the rest)."""
+    at = 0
+    while at < len(points):
+        (c, p), end = points[at], at + 1
+        step = (points[end][0] - c, points[end][1] - p) if end < len(points) else (0, 0)
+        while end < len(points) and points[end] == (points[end - 1][0] + step[0], points[end - 1][1] + step[1]):
+            end += 1
+        yield c, p, Loop(end - at, *step)
+        at = end
+
+
+def times(left: Iterable[Box], right: Sequence[Box]) -> tuple[Box, ...]:
+    """Sums of a pair of the left set and one of the right: the set of two independent dimensions together."""
+    return tuple(
+        Box(a.consumer_offset + b.consumer_offset, a.producer_offset + b.producer_offset, (*a.loops, *b.loops), 1)
+        for a in left
+        for b in right
+    )
+
+
+def fold(box: Box) -> Box:
+    """The same set with longer runs: a loop whose stride is the run on both sides becomes part of the run."""
+    run, loops = box.run_bytes, list(box.loops)
+    while inner := next((loop for loop in loops if loop.consumer_stride == loop.producer_stride == run), None):
+        run *= inner.size
+        loops.remove(inner)
+    loops.sort(key=lambda loop: loop[1:], reverse=True)
+    return Box(box.consumer_offset, box.producer_offset, tuple(loops), run)
+
+
+def join(boxes: Iterable[Box]) -> tuple[Box, ...]:
+    """The same set as fewer boxes, by ascending consumer offset: folded, and neighbours on both sides made one.
+
+    Boxes with equal loops join where one's runs end where the other's begin; that may let a further loop fold.
+    """
+    found = list(boxes)
+    while True:
+        found = sorted(map(fold, found), key=lambda box: (box.loops, box.consumer_offset))
+        joined: list[Box] = []
+        for box in found:
+            if joined and _continues(joined[-1], box):
+                joined[-1] = joined[-1]._replace(run_bytes=joined[-1].run_bytes + box.run_bytes)
+            else:
+                joined.append(box)
+        if len(joined) == len(found):
+            return tuple(sorted(joined))
+        found = joined
+
+
+def _continues(first: Box, second: Box) -> bool:
+    return (
+        first.loops == second.loops
+        and second.consumer_offset - first.consumer_offset == first.run_bytes
+        and second.producer_offset - first.producer_offset == first.run_bytes
+    )
+
+
+def expand(box: Box, consumer_starts: Ints, producer_starts: Ints) -> Runs:
+    """The runs of a box, moved to each of the given starts."""
+    consumer = consumer_starts + box.consumer_offset
+    producer = producer_starts + box.producer_offset
+    for loop in box.loops:
+        steps = np.arange(loop.size, dtype=np.int64)
+        consumer = np.add.outer(consumer, steps * loop.consumer_stride).ravel()
+        producer = np.add.outer(producer, steps * loop.producer_stride).ravel()
+    return Runs(consumer, producer, np.full(len(consumer), box.run_bytes, np.int64))
+
+
+def merge(parts: Sequence[Runs]) -> Runs:
+    """The same pairs by ascending consumer offset, where runs that are adjacent on both sides are one."""
+    if not parts:
+        none = np.zeros(0, np.int64)
+        return Runs(none, none, none)
+    consumer, producer, lengths = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    order = np.argsort(consumer, kind="stable")
+    consumer, producer, lengths = consumer[order], producer[order], lengths[order]
+    begins = np.ones(len(consumer), np.bool_)
+    begins[1:] = (consumer[1:] != consumer[:-1] + lengths[:-1]) | (producer[1:] != producer[:-1] + lengths[:-1])
+    first = np.flatnonzero(begins)
+    return Runs(consumer[first], producer[first], np.add.reduceat(lengths, first) if len(first) else lengths)

@@ -1,0 +1,204 @@
+"""From a pair's units and a request's block tables to descriptors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvferry.layout import Refusal
+from kvferry.plan.boxes import Digits, Ints, Runs, address, expand, merge
+from kvferry.plan.units import Lane, Placement, Unit
+
+
+class BlockTable(NamedTuple):
+    """A request's blocks in one KV cache group, by token position.
+
+    Entry i is the id of the block of the tokens [i * block_size, (i + 1) * block_size), or -1 where there is none:
+    a null placeholder, or on the consumer a block that it has already.
+    """
+
+    block_ids: Ints
+
+
+class PlanBatch(NamedTuple):
+    """Descriptors between two regions: int64 arrays of equal length; bytes, offsets from the start of the region."""
+
+    consumer_region: int
+    producer_region: int
+    consumer_offsets: Ints
+    producer_offsets: Ints
+    lengths: Ints
+
+
+class TransferPlan(NamedTuple):
+    """All descriptors of one request between one consumer worker and one producer worker.
+
+    They go layer by layer in the consumer's order, by ascending consumer offset; layers that move as one come with
+    the first of them. num_bytes counts what moves, required_bytes what holds required tokens (opaque tiles whole).
+    stops: for each unit of the pair, the token where the last chunk was cut (see Unit.last_stop).
+    """
+
+    batches: tuple[PlanBatch, ...]
+    num_bytes: int
+    required_bytes: int
+    stops: tuple[int, ...]
+
+    @property
+    def num_descriptors(self) -> int:
+        return sum(len(batch.lengths) for batch in self.batches)
+
+
+class Group(NamedTuple):
+    """One KV cache group as both sides have it; num_blocks is the least of its layers'."""
+
+    number: int
+    consumer_block_size: int
+    producer_block_size: int
+    consumer_num_blocks: int
+    producer_num_blocks: int
+
+
+class Chunks(NamedTuple):
+    """The chunks of a request's tokens that the consumer has blocks for, in token order.
+
+    numbers: of the chunk, from the request's first token. positions: of the chunk inside its block.
+    """
+
+    numbers: Ints
+    consumer_ids: Ints
+    consumer_positions: Ints
+    producer_ids: Ints
+    producer_positions: Ints
+
+
+class Span(NamedTuple):
+    """Chunks [begin, end) of a request, of which the tokens [start, stop) are wanted."""
+
+    begin: int
+    end: int
+    start: int
+    stop: int
+
+
+def match(group: Group, chunk: int, consumer_ids: Ints, producer_ids: Ints, first_token: int, end_token: int) -> Chunks:
+    """Pair blocks by token position, chunk by chunk; a chunk is part of one block on either side.
+
+    Raises Refusal where a table is too short, an id is out of range, a destination is named twice, or a block is
+    wanted that the producer does not have.
+    """
+    behind = -(-end_token // chunk) if end_token > first_token else 0
+    numbers = np.arange(first_token // chunk, behind, dtype=np.int64)
+    wanted, consumer_positions = np.divmod(numbers, group.consumer_block_size // chunk)
+    _check_length(group, "consumer", wanted, consumer_ids)
+    keep = consumer_ids[wanted] != -1
+    numbers, wanted, consumer_positions = numbers[keep], wanted[keep], consumer_positions[keep]
+    given, producer_positions = np.divmod(numbers, group.producer_block_size // chunk)
+    _check_length(group, "producer", given, producer_ids)
+    consumer, producer = consumer_ids[wanted], producer_ids[given]
+    _check_ids(group, "consumer", consumer, group.consumer_num_blocks)
+    missing = np.flatnonzero(producer == -1)
+    if len(missing):
+        token = int(numbers[missing[0]]) * chunk
+        raise Refusal(f"group {group.number}: block of token {token}", int(consumer[missing[0]]), "none")
+    _check_ids(group, "producer", producer, group.producer_num_blocks)
+    _check_once(group, wanted, consumer)
+    return Chunks(numbers, consumer, consumer_positions, producer, producer_positions)
+
+
+def _check_length(group: Group, side: str, entries: Ints, block_ids: Ints) -> None:
+    if len(entries) and int(entries[-1]) >= len(block_ids):
+        have, need = f"{len(block_ids)} blocks", f"{int(entries[-1]) + 1} needed"
+        raise _one_sided(f"group {group.number}: length of the block table", side, have, need)
+
+
+def _check_ids(group: Group, side: str, block_ids: Ints, num_blocks: int) -> None:
+    bad = block_ids[(block_ids < 0) | (block_ids >= num_blocks)]
+    if len(bad):
+        raise _one_sided(f"group {group.number}: block id", side, f"id {int(bad[0])}", f"num_blocks {num_blocks}")
+
+
+def _one_sided(field: str, side: str, have: str, limit: str) -> Refusal:
+    text = f"{have}, {limit}"
+    return Refusal(field, text, "nothing to do with it") if side == "consumer" else Refusal(field, "asked for it", text)
+
+
+def _check_once(group: Group, entries: Ints, block_ids: Ints) -> None:
+    """Chunks of one table entry share its block; two entries must not."""
+    first_of_entry = np.ones(len(entries), np.bool_)
+    first_of_entry[1:] = entries[1:] != entries[:-1]
+    ids, counts = np.unique(block_ids[first_of_entry], return_counts=True)
+    if len(ids) and int(counts.max()) > 1:
+        twice = int(ids[counts > 1][0])
+        raise Refusal(f"group {group.number}: destination block {twice}", "named twice", "nothing to do with it")
+
+
+def spans(unit: Unit, chunks: Chunks, first_token: int, end_token: int) -> Iterator[Span]:
+    """Chunks by which of their tokens are wanted: at most a cut first one, whole ones, and a cut last one."""
+    count, size = len(chunks.numbers), unit.chunk_tokens
+    if count == 0:
+        return
+    start = max(first_token - int(chunks.numbers[0]) * size, 0)
+    stop = min(end_token - int(chunks.numbers[-1]) * size, size)
+    if count == 1:
+        yield Span(0, 1, start, stop)
+        return
+    whole_from, whole_to = int(start > 0), count - int(stop < size)
+    if start > 0:
+        yield Span(0, 1, start, size)
+    if whole_from < whole_to:
+        yield Span(whole_from, whole_to, 0, size)
+    if stop < size:
+        yield Span(whole_to, count, 0, stop)
+
+
+class UnitRuns(NamedTuple):
+    """What a unit moves for one request, relative to a placement's bases; stop as in TransferPlan.stops."""
+
+    runs: Runs
+    required_bytes: int
+    stop: int
+
+
+def bind_unit(unit: Unit, chunks: Chunks, first_token: int, end_token: int) -> UnitRuns:
+    parts: list[Runs] = []
+    required, end = 0, end_token
+    starts: dict[Lane, tuple[Ints, Ints]] = {}
+    for span in spans(unit, chunks, first_token, end_token):
+        required += (span.end - span.begin) * unit.num_bytes(span.start, span.stop)
+        stop = unit.last_stop(span.start, span.stop)
+        if stop > span.stop:
+            end = int(chunks.numbers[span.begin]) * unit.chunk_tokens + stop
+        for lane, boxes in unit.cut(span.start, stop).items():
+            if lane not in starts:
+                starts[lane] = _starts(lane, chunks)
+            consumer, producer = (side[span.begin : span.end] for side in starts[lane])
+            parts.extend(expand(box, consumer, producer) for box in boxes)
+    return UnitRuns(merge(parts), required, end)
+
+
+def _starts(lane: Lane, chunks: Chunks) -> tuple[Ints, Ints]:
+    """The offset of each chunk on both sides."""
+    return (
+        _start(chunks.consumer_ids, lane.consumer_block_stride, chunks.consumer_positions, lane.consumer_chunks),
+        _start(chunks.producer_ids, lane.producer_block_stride, chunks.producer_positions, lane.producer_chunks),
+    )
+
+
+def _start(block_ids: Ints, block_stride: int, positions: Ints, inside: Digits) -> Ints:
+    return block_ids * block_stride + address(inside, positions) if inside else block_ids * block_stride
+
+
+def place(placements: Sequence[Placement], runs: Sequence[Runs]) -> tuple[PlanBatch, ...]:
+    """The descriptors of all placements, by pair of regions; runs[i] are those of unit i."""
+    batches: dict[tuple[int, int], list[Runs]] = {}
+    for placement in placements:
+        c, p, n = runs[placement.unit]
+        if len(n):
+            at = batches.setdefault((placement.consumer_region, placement.producer_region), [])
+            at.append(Runs(c + placement.consumer_base, p + placement.producer_base, n))
+    return tuple(
+        PlanBatch(*regions, *(np.concatenate(column) for column in zip(*parts, strict=True)))
+        for regions, parts in batches.items()
+    )

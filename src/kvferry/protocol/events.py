@@ -1,0 +1,262 @@
+"""What goes into the protocol's machines (events) and what comes out of them (actions).
+
+Every machine is driven the same way: `handle(event, now) -> list[Action]`, in order, and a `Tick` at or after
+`next_deadline()`. `now` is in seconds of one clock per process that never jumps and counts suspension
+(CLOCK_BOOTTIME). It must be read after what the event tells was seen: a `now` from before a poll would make a
+read look earlier than it was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from kvferry.protocol.messages import Message, Outcome, TransferRef
+
+Route: TypeAlias = Any
+"""Where a message came from, and where its answer goes: opaque to the protocol, which only hands it back."""
+
+FreeOutcome = Literal["released", "expired", "lapsed", "voided"]
+"""Why a hold ended. released: every claim was; expired: nobody ever claimed; lapsed: some claim's lease ran out;
+voided: the engine dropped it before anyone had claimed."""
+
+
+# Events of every machine
+
+
+@dataclass(frozen=True)
+class Received:
+    """A message came from `route`."""
+
+    route: Route
+    message: Message
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time passed."""
+
+
+# Events of the producer's engine
+
+
+@dataclass(frozen=True)
+class Held:
+    """The ledger holds the blocks of `ref`; consumers may claim them.
+
+    num_tokens: tokens offered; digest: of the prompt over them; blocks_digest: of the block ids offered;
+    topology_digest: of the topology that the engine's record announces.
+    """
+
+    ref: TransferRef
+    num_tokens: int
+    digest: bytes
+    blocks_digest: bytes
+    topology_digest: bytes
+
+
+@dataclass(frozen=True)
+class Void:
+    """Drop every hold without an open claim (the engine resets its prefix cache)."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Closing:
+    """The engine stops: drop unclaimed holds, take no new claims, let open ones end."""
+
+    reason: str
+
+
+# Events of the consumer's engine
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A request that uses `ref` arrived. Its claim is open from now on.
+
+    address: the producer's rendezvous; num_ranks: ranks of this engine that will each claim and release.
+    """
+
+    claim_id: str
+    ref: TransferRef
+    address: str
+    num_ranks: int
+
+
+@dataclass(frozen=True)
+class Over:
+    """The request's use of the transfer is over for the whole engine: every rank has reported, or none ever saw it."""
+
+    claim_id: str
+    outcome: Outcome
+    reason: str
+
+
+@dataclass(frozen=True)
+class PeerLost:
+    """The connection to the producer at `address` is gone."""
+
+    address: str
+    reason: str
+
+
+# Events of a consumer rank's loader
+
+
+@dataclass(frozen=True)
+class Load:
+    """One attempt of one rank to read its part of a transfer.
+
+    load_id: unique per attempt. address: the producer's rendezvous. num_tokens, digest, blocks_digest: as in
+    Claim. refused: "" or the reason why this load must fail at once.
+    """
+
+    load_id: str
+    claim_id: str
+    ref: TransferRef
+    address: str
+    num_tokens: int
+    digest: bytes
+    blocks_digest: bytes
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class Start:
+    load: Load
+
+
+@dataclass(frozen=True)
+class PeerReady:
+    """The handshake with the engine at `address` is done; plans can be made and reads posted."""
+
+    address: str
+    incarnation: str
+    topology_digest: bytes
+
+
+@dataclass(frozen=True)
+class PeerFailed:
+    """The handshake failed or was refused, or the connection was lost.
+
+    lost: nothing that was agreed with this address stands any more. False: only the new handshake failed, so
+    loads that go on under an earlier one with the same address are left alone.
+    """
+
+    address: str
+    reason: str
+    lost: bool = True
+
+
+@dataclass(frozen=True)
+class ReadsDone:
+    """Every read of the load was seen finished; nothing of it can land any more."""
+
+    load_id: str
+
+
+@dataclass(frozen=True)
+class ReadsFailed:
+    """Some read of the load failed, or could not be posted; others may still land."""
+
+    load_id: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ReadsQuiet:
+    """Nothing of the load's reads can land any more. Comes once, after ReadsFailed or AbandonReads."""
+
+    load_id: str
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """The engine has no more use for the load."""
+
+    load_id: str
+    reason: str
+
+
+# Actions of every machine
+
+
+@dataclass(frozen=True)
+class Send:
+    to: Route
+    message: Message
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something to count and log, under a name from a small fixed set."""
+
+    name: str
+    detail: str
+
+
+# Actions of the producer's engine
+
+
+@dataclass(frozen=True)
+class FreeHold:
+    """Give the blocks of `ref` back. Exactly once per hold."""
+
+    ref: TransferRef
+    outcome: FreeOutcome
+    detail: str
+
+
+# Actions of the consumer's engine
+
+
+@dataclass(frozen=True)
+class ClaimLost:
+    """The producer does not hold what the claim needs. Once per claim; a load already accepted stays good."""
+
+    claim_id: str
+    reason: str
+
+
+# Actions of a consumer rank's loader
+
+
+@dataclass(frozen=True)
+class Connect:
+    """Handshake with the engine `engine_id` at `address`; answer PeerReady or PeerFailed."""
+
+    address: str
+    engine_id: str
+
+
+@dataclass(frozen=True)
+class PostReads:
+    """Post the load's reads; answer ReadsDone, or ReadsFailed and ReadsQuiet."""
+
+    load_id: str
+
+
+@dataclass(frozen=True)
+class AbandonReads:
+    """Cancel what can be cancelled; answer ReadsQuiet (or ReadsDone) when nothing can land any more."""
+
+    load_id: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """The load is over, exactly once. ok: the bytes are the prompt's. quiet: nothing can land any more."""
+
+    load_id: str
+    ok: bool
+    reason: str
+    quiet: bool
+
+
+@dataclass(frozen=True)
+class Quieted:
+    """After a Report that was not quiet: now it is. Once."""
+
+    load_id: str

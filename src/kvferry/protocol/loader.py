@@ -1,0 +1,343 @@
+"""A consumer rank's loads: claim, read, prove that the bytes are the prompt's, report, release."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvferry.protocol.events import (
+    AbandonReads,
+    Cancel,
+    Connect,
+    Load,
+    Note,
+    PeerFailed,
+    PeerReady,
+    PostReads,
+    Quieted,
+    ReadsDone,
+    ReadsFailed,
+    ReadsQuiet,
+    Received,
+    Report,
+    Send,
+    Start,
+    Tick,
+)
+from kvferry.protocol.lease import Alarm, Leases
+from kvferry.protocol.load import LOADS, Asked, Granted, Job, LoadState, LoadTrigger
+from kvferry.protocol.messages import Claim, Grant, Message, Outcome, Refused, Release, Released
+from kvferry.protocol.transitions import IllegalTransition
+
+__all__ = [
+    "AbandonReads",
+    "Action",
+    "Cancel",
+    "Connect",
+    "Event",
+    "Load",
+    "Loader",
+    "Note",
+    "PeerFailed",
+    "PeerReady",
+    "PostReads",
+    "Quieted",
+    "ReadsDone",
+    "ReadsFailed",
+    "ReadsQuiet",
+    "Received",
+    "Report",
+    "Send",
+    "Start",
+    "Tick",
+]
+
+Event: TypeAlias = Start | PeerReady | PeerFailed | ReadsDone | ReadsFailed | ReadsQuiet | Cancel | Received | Tick
+Action: TypeAlias = Connect | PostReads | AbandonReads | Send | Report | Quieted | Note
+
+
+@dataclass
+class _Peer:
+    """A producer's engine. incarnation: None until a handshake is done. connecting_until: None if none is under way."""
+
+    incarnation: str | None = None
+    topology_digest: bytes = b""
+    connecting_until: float | None = None
+
+
+class Loader:
+    """Runs the loads of one rank; each is reported exactly once, within `load_s`.
+
+    A load is accepted when a grant proves that its bytes were held while they were read (rule 2): the reads were
+    seen finished early in the lease that the grant gave, counted from when its claim was sent; else the producer
+    is asked once more, and a grant for a claim sent after the reads had finished proves it. Answers of producers
+    never raise; events of the own process raise IllegalTransition where they make no sense.
+    """
+
+    def __init__(self, engine_id: str, incarnation: str, rank: int, num_ranks: int, leases: Leases) -> None:
+        self._engine_id = engine_id
+        self._incarnation = incarnation
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._leases = leases
+        self._jobs: dict[str, Job] = {}  # by load id
+        self._questions: dict[int, Job] = {}  # by seq of a claim
+        self._peers: dict[str, _Peer] = {}  # by address
+        self._seq = 0
+        self._alarm = Alarm()
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        match event:
+            case Start(load):
+                return self._on_start(load, now)
+            case PeerReady():
+                return self._on_peer_ready(event, now)
+            case PeerFailed():
+                return self._on_peer_failed(event)
+            case ReadsDone(load_id):
+                return self._on_reads_done(self._job(load_id), now)
+            case ReadsFailed(load_id, reason):
+                return self._on_reads_failed(self._job(load_id), reason)
+            case ReadsQuiet(load_id):
+                return self._on_reads_quiet(self._job(load_id))
+            case Cancel(load_id, reason):
+                return self._on_cancel(load_id, reason)
+            case Received(_, message):
+                return self._on_message(message, now)
+            case Tick():
+                return self._on_tick(now)
+
+    def next_deadline(self) -> float | None:
+        return self._alarm.at
+
+    @property
+    def num_loads(self) -> int:
+        """Reported ones that are not quiet yet included."""
+        return len(self._jobs)
+
+    @property
+    def num_draining(self) -> int:
+        return sum(job.is_reported for job in self._jobs.values())
+
+    # Peers
+
+    def _on_start(self, load: Load, now: float) -> list[Action]:
+        if load.load_id in self._jobs:
+            raise IllegalTransition(f"load {load.load_id} starts twice")
+        job = self._jobs[load.load_id] = Job(load, now + self._leases.load_s)
+        if load.refused:
+            return self._give_up(job, load.refused)
+        self._alarm.by(job.deadline)
+        peer = self._peers.setdefault(load.address, _Peer())
+        if peer.incarnation == load.ref.incarnation:
+            return self._begin(job, peer, now)
+        if peer.connecting_until is not None:
+            return []
+        peer.connecting_until = now + self._leases.handshake_s
+        self._alarm.by(peer.connecting_until)
+        return [Connect(load.address, load.ref.producer)]
+
+    def _on_peer_ready(self, ready: PeerReady, now: float) -> list[Action]:
+        peer = self._peers[ready.address] = _Peer(ready.incarnation, ready.topology_digest)
+        actions: list[Action] = []
+        for job in self._unreported_jobs(ready.address):
+            wanted = job.load.ref.incarnation
+            if wanted != ready.incarnation:
+                actions += self._give_up(job, f"incarnation: the load needs {wanted}, the peer is {ready.incarnation}")
+            elif job.state is LoadState.CONNECTING:
+                actions += self._begin(job, peer, now)
+        return actions
+
+    def _on_peer_failed(self, failed: PeerFailed) -> list[Action]:
+        peer = self._peers.get(failed.address)
+        if peer is not None:
+            peer.connecting_until = None
+            if failed.lost or peer.incarnation is None:
+                del self._peers[failed.address]
+        actions: list[Action] = []
+        for job in self._unreported_jobs(failed.address):
+            if failed.lost or job.state is LoadState.CONNECTING:
+                actions += self._give_up(job, failed.reason)
+        return actions
+
+    def _unreported_jobs(self, address: str) -> list[Job]:
+        return [job for job in self._jobs.values() if job.load.address == address and not job.is_reported]
+
+    # Reads
+
+    def _begin(self, job: Job, peer: _Peer, now: float) -> list[Action]:
+        job.state = LOADS.next(job.state, LoadTrigger.READY)
+        job.topology_digest = peer.topology_digest
+        return [self._ask(job, now), PostReads(job.load.load_id)]
+
+    def _on_reads_done(self, job: Job, now: float) -> list[Action]:
+        was_reported = job.is_reported
+        job.state = LOADS.next(job.state, LoadTrigger.DONE)
+        if was_reported:
+            return self._quieted(job)
+        job.done_at = now
+        return self._prove(job, now)
+
+    def _on_reads_failed(self, job: Job, reason: str) -> list[Action]:
+        if job.is_reported:
+            job.state = LOADS.next(job.state, LoadTrigger.FAILED)
+            return []
+        return self._fail(job, LoadTrigger.FAILED, reason, "failed")
+
+    def _on_reads_quiet(self, job: Job) -> list[Action]:
+        job.state = LOADS.next(job.state, LoadTrigger.QUIET)
+        return self._quieted(job)
+
+    def _quieted(self, job: Job) -> list[Action]:
+        self._forget(job)
+        return [Quieted(job.load.load_id)]
+
+    # Claims and their answers
+
+    def _ask(self, job: Job, now: float) -> Action:
+        """Claim, or claim again: a question whose answer tells that the transfer is still held."""
+        self._seq += 1
+        job.asked[self._seq] = Asked(now, job.done_at is not None)
+        self._questions[self._seq] = job
+        job.ask_again_at = now + self._leases.claim_reply_s
+        self._alarm.by(job.ask_again_at)
+        load = job.load
+        claim = Claim(
+            ref=load.ref,
+            claim_id=load.claim_id,
+            engine_id=self._engine_id,
+            incarnation=self._incarnation,
+            rank=self._rank,
+            num_ranks=self._num_ranks,
+            seq=self._seq,
+            num_tokens=load.num_tokens,
+            digest=load.digest,
+            blocks_digest=load.blocks_digest,
+            topology_digest=job.topology_digest,
+        )
+        return Send(load.address, claim)
+
+    def _on_message(self, message: Message, now: float) -> list[Action]:
+        match message:
+            case Grant():
+                return self._on_grant(message, now)
+            case Refused():
+                return self._on_refused(message)
+            case Released():
+                return []  # the engine's own release makes sure
+        return [Note("unexpected_message", f"{type(message).__name__} at a loader")]
+
+    def _asked_by(self, answer: Grant | Refused) -> Job | None:
+        """The job that waits for this answer. None: a late one, or none of ours."""
+        job = self._questions.get(answer.seq)
+        if job is None or job.is_reported or (answer.claim_id, answer.rank) != (job.load.claim_id, self._rank):
+            return None
+        return job
+
+    def _on_grant(self, grant: Grant, now: float) -> list[Action]:
+        job = self._asked_by(grant)
+        if job is None or grant.generation != job.load.ref.generation:
+            return [Note("stray_answer", f"grant of claim {grant.claim_id}, seq {grant.seq}")]
+        if job.granted is None or job.granted.seq < grant.seq:
+            job.granted = Granted(grant.seq, job.asked[grant.seq], grant.lease_s)
+        return self._prove(job, now) if job.state is LoadState.PROVING else []
+
+    def _on_refused(self, refused: Refused) -> list[Action]:
+        job = self._asked_by(refused)
+        if job is None:
+            return [Note("stray_answer", f"refusal of claim {refused.claim_id}, seq {refused.seq}")]
+        return self._give_up(job, f"{refused.reason}: {refused.detail}")
+
+    def _prove(self, job: Job, now: float) -> list[Action]:
+        """The reads are done: accept them if a grant proves them, else see that a question about it is under way."""
+        if job.is_proven(self._leases):
+            return self._accept(job)
+        if job.granted is None or job.asked_after_reads:
+            return []
+        return [self._ask(job, now)]
+
+    # Time
+
+    def _on_tick(self, now: float) -> list[Action]:
+        if not self._alarm.is_due(now):
+            return []
+        actions: list[Action] = []
+        for address, peer in list(self._peers.items()):
+            if peer.connecting_until is not None and peer.connecting_until <= now:
+                reason = f"handshake: no answer in {self._leases.handshake_s} s"
+                actions += self._on_peer_failed(PeerFailed(address, reason, lost=False))
+        for job in list(self._jobs.values()):
+            actions += self._on_job_tick(job, now)
+        self._set_alarm()
+        return actions
+
+    def _on_job_tick(self, job: Job, now: float) -> list[Action]:
+        if job.is_reported:
+            return []
+        if job.deadline <= now:
+            return self._give_up(job, f"deadline: {job.state.value} after {self._leases.load_s} s")
+        if job.waits_for_grant and job.ask_again_at <= now:
+            return [self._ask(job, now)]
+        return []
+
+    def _set_alarm(self) -> None:
+        self._alarm.clear()
+        for peer in self._peers.values():
+            if peer.connecting_until is not None:
+                self._alarm.by(peer.connecting_until)
+        for job in self._jobs.values():
+            if job.next_deadline is not None:
+                self._alarm.by(job.next_deadline)
+
+    # Ends
+
+    def _accept(self, job: Job) -> list[Action]:
+        job.state = LOADS.next(job.state, LoadTrigger.PROVEN)
+        self._forget(job)
+        return [Report(job.load.load_id, ok=True, reason="", quiet=True), self._release(job, "done", "")]
+
+    def _on_cancel(self, load_id: str, reason: str) -> list[Action]:
+        job = self._jobs.get(load_id)
+        if job is None or job.is_reported:
+            return []  # it was reported while the engine changed its mind
+        return self._fail(job, LoadTrigger.GIVE_UP, f"cancelled: {reason}", "unused")
+
+    def _give_up(self, job: Job, reason: str) -> list[Action]:
+        return self._fail(job, LoadTrigger.GIVE_UP, reason, "failed")
+
+    def _fail(self, job: Job, trigger: LoadTrigger, reason: str, outcome: Outcome) -> list[Action]:
+        load_id = job.load.load_id
+        job.state = LOADS.next(job.state, trigger)
+        quiet = job.state is LoadState.OVER
+        actions: list[Action] = [] if quiet else [AbandonReads(load_id)]
+        actions += [Report(load_id, ok=False, reason=reason, quiet=quiet), self._release(job, outcome, reason)]
+        if quiet:
+            self._forget(job)
+        return actions
+
+    def _release(self, job: Job, outcome: Outcome, reason: str) -> Action:
+        self._seq += 1
+        release = Release(
+            ref=job.load.ref,
+            claim_id=job.load.claim_id,
+            engine_id=self._engine_id,
+            incarnation=self._incarnation,
+            seq=self._seq,
+            ranks=(self._rank,),
+            num_ranks=self._num_ranks,
+            outcome=outcome,
+            reason=reason,
+        )
+        return Send(job.load.address, release)
+
+    def _forget(self, job: Job) -> None:
+        del self._jobs[job.load.load_id]
+        for seq in job.asked:
+            del self._questions[seq]
+
+    def _job(self, load_id: str) -> Job:
+        """Raises IllegalTransition for a load that never started or is over."""
+        try:
+            return self._jobs[load_id]
+        except KeyError:
+            raise IllegalTransition(f"load {load_id} never started, or is over") from None

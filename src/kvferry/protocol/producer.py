@@ -1,0 +1,386 @@
+"""The producer's engine: who may read which held blocks, and when they are free again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+
+from kvferry.protocol.admission import MAX_RANKS, No, admit, mismatch, ranks_make_sense
+from kvferry.protocol.events import (
+    Closing,
+    FreeHold,
+    FreeOutcome,
+    Held,
+    Note,
+    Received,
+    Route,
+    Send,
+    Tick,
+    Void,
+)
+from kvferry.protocol.hold import HOLDS, ClaimRecord, Hold, HoldState, HoldTrigger
+from kvferry.protocol.lease import Alarm, Leases
+from kvferry.protocol.messages import (
+    CLAIM_OVER,
+    Claim,
+    Grant,
+    Message,
+    Refused,
+    RefusedReason,
+    Release,
+    Released,
+    Renew,
+    Renewed,
+    RenewedEntry,
+    RenewEntry,
+    TransferRef,
+)
+from kvferry.protocol.parking import HoldKey, Parkable, Parking
+from kvferry.protocol.transitions import IllegalTransition
+
+__all__ = [
+    "Action",
+    "Closing",
+    "Event",
+    "FreeHold",
+    "Held",
+    "Note",
+    "ProducerEngine",
+    "Received",
+    "Send",
+    "Tick",
+    "Void",
+]
+
+Event: TypeAlias = Held | Received | Void | Closing | Tick
+Action: TypeAlias = Send | FreeHold | Note
+
+_OUTCOMES: dict[HoldState, FreeOutcome] = {
+    HoldState.RELEASED: "released",
+    HoldState.LAPSED: "lapsed",
+    HoldState.EXPIRED: "expired",
+    HoldState.VOIDED: "voided",
+}
+_REASONS: dict[FreeOutcome, RefusedReason] = {
+    "released": "released",
+    "lapsed": "lapsed",
+    "expired": "lapsed",
+    "voided": "ended",
+}
+
+
+class _Past(NamedTuple):
+    """What is remembered of a hold that ended."""
+
+    outcome: FreeOutcome
+    detail: str
+    released_claims: frozenset[str]
+
+
+class ProducerEngine:
+    """Answers claims, renewals and releases, and says of each hold once when to give its blocks back.
+
+    A hold ends when every claim on it that was seen is released or has lapsed; without any claim, after
+    `first_hold_s`; whatever comes, after `longest_hold_s` (leases are shortened to that). It never ends while a
+    lease that was granted and not released still runs. Messages of peers never raise; events of the own engine
+    raise IllegalTransition where they make no sense.
+    """
+
+    def __init__(self, engine_id: str, incarnation: str, leases: Leases) -> None:
+        self._engine_id = engine_id
+        self._incarnation = incarnation
+        self._leases = leases
+        self._holds: dict[str, dict[int, Hold]] = {}  # by transfer id, then generation
+        self._parking = Parking(leases)
+        self._past: OrderedDict[HoldKey, _Past] = OrderedDict()
+        self._closing: str | None = None
+        self._alarm = Alarm()
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        if isinstance(event, Held):
+            self._check_held(event.ref)
+        actions = self._expire(now)
+        match event:
+            case Held():
+                actions += self._on_held(event, now)
+            case Received(route, message):
+                actions += self._on_message(route, message, now)
+            case Void(reason):
+                actions += self._void(reason)
+            case Closing(reason):
+                actions += self._close(reason)
+            case Tick():
+                pass
+        return actions
+
+    def next_deadline(self) -> float | None:
+        return self._alarm.at
+
+    @property
+    def num_holds(self) -> int:
+        return sum(len(holds) for holds in self._holds.values())
+
+    @property
+    def num_open_claims(self) -> int:
+        return sum(record.is_open for hold in self._all_holds() for record in hold.claims.values())
+
+    @property
+    def num_parked(self) -> int:
+        """Messages, over all transfers."""
+        return len(self._parking)
+
+    def oldest_hold_age_s(self, now: float) -> float:
+        """0.0 if nothing is held."""
+        return max((now - hold.held_at for hold in self._all_holds()), default=0.0)
+
+    # The own engine's events
+
+    def _check_held(self, ref: TransferRef) -> None:
+        if (ref.producer, ref.incarnation) != (self._engine_id, self._incarnation):
+            raise IllegalTransition(f"hold of {ref.producer}/{ref.incarnation} at {self._name}")
+        key = (ref.transfer_id, ref.generation)
+        if key in self._past or ref.generation in self._holds.get(ref.transfer_id, {}):
+            raise IllegalTransition(f"transfer {ref.transfer_id} generation {ref.generation} was held before")
+
+    def _on_held(self, offer: Held, now: float) -> list[Action]:
+        ref = offer.ref
+        hold = Hold(offer, self._leases, now)
+        self._holds.setdefault(ref.transfer_id, {})[ref.generation] = hold
+        if self._closing is not None:
+            return self._end(hold, HoldTrigger.VOID, self._closing)
+        self._alarm.by(hold.deadline)
+        actions: list[Action] = []
+        for route, message in self._parking.take((ref.transfer_id, ref.generation)):
+            actions += self._on_message(route, message, now)
+        return actions
+
+    def _void(self, reason: str) -> list[Action]:
+        actions: list[Action] = []
+        for hold in self._all_holds():
+            if not hold.claims:
+                actions += self._end(hold, HoldTrigger.VOID, reason)
+        return actions
+
+    def _close(self, reason: str) -> list[Action]:
+        self._closing = reason
+        actions = self._void(reason)
+        for key in self._parking.transfers():
+            actions += self._turn_away(self._parking.take(key), No("ended", reason))
+        return actions
+
+    # Messages
+
+    def _on_message(self, route: Route, message: Message, now: float) -> list[Action]:
+        match message:
+            case Claim():
+                return self._on_claim(route, message, now)
+            case Renew():
+                return self._on_renew(route, message, now)
+            case Release():
+                return self._on_release(route, message, now)
+        return [Note("unexpected_message", f"{type(message).__name__} at a producer")]
+
+    def _on_claim(self, route: Route, claim: Claim, now: float) -> list[Action]:
+        if not 0 <= claim.rank < claim.num_ranks <= MAX_RANKS:
+            return [Note("bad_message", f"claim of rank {claim.rank} of {claim.num_ranks}")]
+        hold = self._find(claim.ref, claim.claim_id)
+        if hold is None:
+            return self._park(route, claim, claim.ref, now)
+        if isinstance(hold, No):
+            return [*self._refuse(route, claim, hold)]
+        record = mismatch(hold.offer, claim) or self._admit(hold, claim.claim_id, claim.num_ranks, claim.rank)
+        if isinstance(record, No):
+            return [*self._refuse(route, claim, record)]
+        grant = Grant(
+            claim_id=claim.claim_id,
+            rank=claim.rank,
+            seq=claim.seq,
+            generation=claim.ref.generation,
+            lease_s=self._renew(hold, record, now),
+        )
+        return [Send(route, grant)]
+
+    def _on_renew(self, route: Route, renew: Renew, now: float) -> list[Action]:
+        actions: list[Action] = []
+        answers: list[RenewedEntry] = []
+        for entry in renew.entries:
+            if not 0 < entry.num_ranks <= MAX_RANKS:
+                actions.append(Note("bad_message", f"renewal of a claim of {entry.num_ranks} ranks"))
+                continue
+            answer = self._renew_entry(entry, now)
+            if answer is None:
+                actions += self._park(route, msgspec.structs.replace(renew, entries=(entry,)), entry.ref, now)
+                continue
+            answers.append(answer)
+            if not answer.held and answer.reason != CLAIM_OVER:
+                actions.append(Note("renewal_refused", answer.reason))
+        if answers:
+            actions.append(Send(route, Renewed(seq=renew.seq, entries=tuple(answers))))
+        return actions
+
+    def _renew_entry(self, entry: RenewEntry, now: float) -> RenewedEntry | None:
+        """None: the transfer isn't known yet."""
+        hold = self._find(entry.ref, entry.claim_id)
+        if hold is None:
+            return None
+        if isinstance(hold, No):
+            return _not_held(entry, hold)
+        record = self._admit(hold, entry.claim_id, entry.num_ranks)
+        if isinstance(record, No):
+            return _not_held(entry, record)
+        return RenewedEntry(claim_id=entry.claim_id, held=True, reason="", lease_s=self._renew(hold, record, now))
+
+    def _on_release(self, route: Route, release: Release, now: float) -> list[Action]:
+        if not ranks_make_sense(release):
+            return [Note("bad_message", f"release of ranks {release.ranks} of {release.num_ranks}")]
+        hold = self._find(release.ref, release.claim_id)
+        if hold is None:
+            return self._park(route, release, release.ref, now)
+        if isinstance(hold, No):
+            actions = _late_release(release, hold)
+        else:
+            record = hold.claims.get(release.claim_id)
+            if record is not None and record.num_ranks != release.num_ranks:
+                return [Note("bad_message", f"release of {release.num_ranks} ranks, the claim has {record.num_ranks}")]
+            actions = self._release(hold, record, release, now)
+        return [*actions, Send(route, Released(claim_id=release.claim_id, seq=release.seq))]
+
+    def _release(self, hold: Hold, record: ClaimRecord | None, release: Release, now: float) -> list[Action]:
+        if record is None:  # nobody claimed first: a transfer of nothing, or its claim is still on the way
+            if len(hold.claims) >= self._leases.max_claims:
+                return [Note("unknown_release", _describe(release))]
+            record = hold.open_claim(release.claim_id, release.num_ranks)
+            self._renew(hold, record, now)
+        if not hold.release(record, release.ranks):
+            # The engine's own release comes after those of its ranks, so only a rank's is worth a note.
+            return [] if release.ranks is None else [Note("duplicate_release", _describe(release))]
+        actions: list[Action] = []
+        if release.outcome == "failed":
+            actions.append(Note("consumer_failed", f"{_describe(release)}: {release.reason}"))
+        return actions + self._settle(hold, now)
+
+    # Looking up
+
+    def _find(self, ref: TransferRef, claim_id: str) -> Hold | No | None:
+        """The hold; or why there is none for this claim, for good; or None: not known yet."""
+        if (ref.producer, ref.incarnation) != (self._engine_id, self._incarnation):
+            return No("incarnation", f"meant for {ref.producer}/{ref.incarnation}, this is {self._name}")
+        holds = self._holds.get(ref.transfer_id, {})
+        if ref.generation in holds:
+            return holds[ref.generation]
+        past = self._past.get((ref.transfer_id, ref.generation))
+        if past is not None:
+            detail = f"the hold was {past.outcome}: {past.detail}"
+            return No(_REASONS[past.outcome], detail, is_over=claim_id in past.released_claims)
+        if holds and max(holds) > ref.generation:
+            return No("generation", f"claimed {ref.generation}, held {max(holds)}")
+        return None if self._closing is None else No("ended", self._closing)
+
+    def _admit(self, hold: Hold, claim_id: str, num_ranks: int, rank: int | None = None) -> ClaimRecord | No:
+        return admit(hold, claim_id, num_ranks, rank=rank, max_claims=self._leases.max_claims, closing=self._closing)
+
+    # Deadlines and ends
+
+    def _renew(self, hold: Hold, record: ClaimRecord, now: float) -> float:
+        lease_s = hold.renew(record, now)
+        self._alarm.by(record.lease_end)
+        return lease_s
+
+    def _expire(self, now: float) -> list[Action]:
+        if not self._alarm.is_due(now):
+            return []
+        actions: list[Action] = []
+        for key in self._parking.expired(now):
+            actions += self._turn_away(self._parking.take(key), self._unknown(key))
+        for hold in self._all_holds():
+            actions += [Note("claim_lapsed", f"{claim_id} of {_name(hold)}") for claim_id in hold.lapse(now)]
+            actions += self._settle(hold, now)
+        self._set_alarm()
+        return actions
+
+    def _set_alarm(self) -> None:
+        self._alarm.clear()
+        for hold in self._all_holds():
+            self._alarm.by(hold.deadline)
+        self._alarm.by(self._parking.deadline)
+
+    def _settle(self, hold: Hold, now: float) -> list[Action]:
+        trigger = hold.verdict(now)
+        return [] if trigger is None else self._end(hold, trigger, trigger.value)
+
+    def _end(self, hold: Hold, trigger: HoldTrigger, detail: str) -> list[Action]:
+        hold.state = HOLDS.next(hold.state, trigger)
+        outcome, ref = _OUTCOMES[hold.state], hold.offer.ref
+        del self._holds[ref.transfer_id][ref.generation]
+        if not self._holds[ref.transfer_id]:
+            del self._holds[ref.transfer_id]
+        self._past[ref.transfer_id, ref.generation] = _Past(outcome, detail, hold.released_claims())
+        if len(self._past) > self._leases.max_remembered:
+            self._past.popitem(last=False)
+        return [FreeHold(ref, outcome, detail)]
+
+    # Messages for transfers that aren't known yet
+
+    def _park(self, route: Route, message: Parkable, ref: TransferRef, now: float) -> list[Action]:
+        """Where the parking is full a claim is refused; a renewal or a release is dropped, since it will come again."""
+        if self._parking.add((ref.transfer_id, ref.generation), route, message, now):
+            self._alarm.by(now + self._leases.parking_s)
+            return []
+        no = No("busy", f"{len(self._parking)} messages wait for transfers that aren't known")
+        answers = self._refuse(route, message, no) if isinstance(message, Claim) else []
+        return [Note("parking_full", no.detail), *answers]
+
+    def _turn_away(self, messages: list[tuple[Route, Parkable]], no: No) -> list[Action]:
+        actions: list[Action] = []
+        for route, message in messages:
+            match message:
+                case Claim():
+                    actions += self._refuse(route, message, no)
+                case Renew():
+                    answers = tuple(_not_held(entry, no) for entry in message.entries)
+                    actions += [Note("renewal_refused", str(no)), Send(route, Renewed(message.seq, answers))]
+                case Release():
+                    released = Released(message.claim_id, message.seq)
+                    actions += [Note("unknown_release", _describe(message)), Send(route, released)]
+        return actions
+
+    def _unknown(self, key: HoldKey) -> No:
+        held = self._holds.get(key[0])
+        if held:
+            return No("generation", f"claimed {key[1]}, held {max(held)}")
+        return No("unknown", f"no transfer {key[0]} generation {key[1]} here, after {self._leases.parking_s} s")
+
+    # Small things
+
+    @property
+    def _name(self) -> str:
+        return f"{self._engine_id}/{self._incarnation}"
+
+    def _all_holds(self) -> list[Hold]:
+        return [hold for holds in self._holds.values() for hold in holds.values()]
+
+    def _refuse(self, route: Route, claim: Claim, no: No) -> list[Action]:
+        refused = Refused(claim_id=claim.claim_id, rank=claim.rank, seq=claim.seq, reason=no.reason, detail=no.detail)
+        return [Note("claim_refused", str(no)), Send(route, refused)]
+
+
+def _late_release(release: Release, no: No) -> list[Action]:
+    if not no.is_over:
+        return [Note("stale_release", f"{_describe(release)}: {no!s}")]
+    return [] if release.ranks is None else [Note("duplicate_release", _describe(release))]
+
+
+def _not_held(entry: RenewEntry, no: No) -> RenewedEntry:
+    reason = CLAIM_OVER if no.is_over else str(no)
+    return RenewedEntry(claim_id=entry.claim_id, held=False, reason=reason, lease_s=0.0)
+
+
+def _describe(release: Release) -> str:
+    ranks = "all ranks" if release.ranks is None else f"ranks {list(release.ranks)}"
+    return f"{ranks} of claim {release.claim_id} on {release.ref.transfer_id} from {release.engine_id}"
+
+
+def _name(hold: Hold) -> str:
+    return f"{hold.offer.ref.transfer_id} generation {hold.offer.ref.generation}"

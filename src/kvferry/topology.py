@@ -1,0 +1,166 @@
+"""Ranks and shards: who owns which heads of which layers, who reads from or writes to whom.
+
+Pure functions of both sides' announced layouts, so that both sides can evaluate them and get the same answer. One rule
+covers unequal TP, sizes that do not divide, replicas and pipeline stages: intersect the head intervals of each layer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from kvferry.layout import CacheLayout, Heads, Layer, Refusal
+
+
+class TopologyError(ValueError):
+    """A TP size or rank that cannot be; the text names both numbers."""
+
+
+class ShareLayer(msgspec.Struct, frozen=True):
+    """The KV heads [start, stop) of one layer, counted over the whole model."""
+
+    name: str
+    start: int
+    stop: int
+
+
+class Share(msgspec.Struct, frozen=True):
+    """What one consumer rank takes from one producer rank; producer_rank is an index into the producers' sequence."""
+
+    producer_rank: int
+    layers: tuple[ShareLayer, ...]
+
+
+def kv_heads(tp_rank: int, tp_size: int, total_heads: int) -> Heads:
+    """The KV heads of a TP rank: a slice of them, or with more ranks than heads one head, held by several ranks.
+
+    total_heads is the model's; heads per rank times tp_size is not that once heads are replicated. Raises TopologyError
+    unless one of the two numbers is a multiple of the other.
+    """
+    _check_rank("tp_rank", tp_rank, "tp_size", tp_size)
+    if total_heads < 1:
+        raise TopologyError(f"total_heads {total_heads}: must be positive")
+    if max(tp_size, total_heads) % min(tp_size, total_heads):
+        raise TopologyError(f"tp_size {tp_size} and total_heads {total_heads}: one must be a multiple of the other")
+    if tp_size > total_heads:
+        return Heads(tp_rank * total_heads // tp_size, 1, total_heads)
+    count = total_heads // tp_size
+    return Heads(tp_rank * count, count, total_heads)
+
+
+def remote_tp_rank(local_rank: int, local_tp: int, remote_tp: int) -> int:
+    """The remote rank that a rank pairs with when a cache is the same on all ranks and one size divides the other."""
+    _check_multiple("local_tp", local_tp, "remote_tp", remote_tp)
+    _check_rank("local_rank", local_rank, "local_tp", local_tp)
+    if remote_tp >= local_tp:
+        return local_rank * (remote_tp // local_tp)
+    return local_rank // (local_tp // remote_tp)
+
+
+def expected_ack_count(producer_tp: int, consumer_tp: int) -> int:
+    """Consumer ranks that read from each producer rank, if any does; a larger consumer must be a multiple."""
+    if 1 <= consumer_tp <= producer_tp:
+        return 1
+    _check_multiple("consumer_tp", consumer_tp, "producer_tp", producer_tp)
+    return consumer_tp // producer_tp
+
+
+def sources(
+    consumer: CacheLayout, consumer_rank: int, num_consumer_ranks: int, producers: Sequence[CacheLayout]
+) -> tuple[Share, ...]:
+    """What a consumer rank takes from which producer ranks: each head of each of its layers from exactly one of them.
+
+    consumer_rank, num_consumer_ranks: its place among the ranks that hold the same layers (its tp_rank and tp_size).
+    They only choose among replicas: ranks that need the same heads are dealt evenly, in order, over those that hold
+    them, which for a cache that is the same on every rank gives `remote_tp_rank`.
+    producers: the layouts of all ranks of the producer's engine, of every pipeline stage, in rank order.
+
+    Shares come in producer order, their layers in the consumer's order. Raises Refusal, naming the layer and both
+    values, where total head counts differ or no producer rank holds a head, TopologyError for an impossible rank.
+    """
+    _check_rank("consumer_rank", consumer_rank, "num_consumer_ranks", num_consumer_ranks)
+    owners = _owners(producers)
+    taken: dict[int, list[ShareLayer]] = {}
+    for layer in consumer.layers:
+        sharers = max(1, num_consumer_ranks * layer.heads.count // layer.heads.total)
+        turn = (consumer_rank % sharers, sharers)
+        for rank, start, stop in _pieces(layer, owners.get(layer.name, []), turn):
+            taken.setdefault(rank, []).append(ShareLayer(layer.name, start, stop))
+    return tuple(Share(rank, tuple(taken[rank])) for rank in sorted(taken))
+
+
+def targets(
+    producer_rank: int,
+    producers: Sequence[CacheLayout],
+    consumers: Sequence[CacheLayout],
+    consumer_tp_size: int | None = None,
+) -> tuple[tuple[int, Share], ...]:
+    """The consumer ranks that a producer rank writes to, each with its share: the inverse of `sources`.
+
+    consumers: all ranks of the consumer's engine, TP ranks innermost; consumer_tp_size: None if that is all of them.
+    """
+    _check_rank("producer_rank", producer_rank, "producers", len(producers))
+    tp_size = len(consumers) if consumer_tp_size is None else consumer_tp_size
+    return tuple(
+        (rank, share)
+        for rank, consumer in enumerate(consumers)
+        for share in sources(consumer, rank % tp_size, tp_size, producers)
+        if share.producer_rank == producer_rank
+    )
+
+
+def digest(layouts: Sequence[CacheLayout]) -> bytes:
+    """16 bytes that change with anything `sources` depends on: layer names, groups and heads, rank by rank."""
+    seen = [[(layer.name, layer.group, layer.heads) for layer in layout.layers] for layout in layouts]
+    return hashlib.blake2b(msgspec.msgpack.encode(seen), digest_size=16).digest()
+
+
+def _owners(producers: Sequence[CacheLayout]) -> dict[str, list[tuple[int, Heads]]]:
+    """Layer name -> the producer ranks that hold some of its heads."""
+    owners: dict[str, list[tuple[int, Heads]]] = {}
+    for rank, producer in enumerate(producers):
+        for layer in producer.layers:
+            owners.setdefault(layer.name, []).append((rank, layer.heads))
+    return owners
+
+
+def _pieces(layer: Layer, owners: Sequence[tuple[int, Heads]], turn: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
+    """(producer rank, start, stop) over a consumer's heads of one layer, neighbours of one rank as one interval.
+
+    turn: (i, n), this is the i-th of n consumer ranks that need these heads.
+    """
+    mine = layer.heads
+    for _, theirs in owners:
+        if theirs.total != mine.total:
+            raise Refusal(f"layer {layer.name}: total KV heads", mine.total, theirs.total)
+    piece: tuple[int, int, int] | None = None
+    for head in range(mine.start, mine.start + mine.count):
+        holders = [rank for rank, theirs in owners if theirs.start <= head < theirs.start + theirs.count]
+        if not holders:
+            held = ", ".join(f"{h.start} to {h.start + h.count - 1}" for _, h in owners) or "no such layer"
+            raise Refusal(f"layer {layer.name}: KV head", head, held, "no producer rank holds it")
+        rank = holders[turn[0] * len(holders) // turn[1]]
+        if piece and piece[0] == rank:
+            piece = (rank, piece[1], head + 1)
+            continue
+        if piece:
+            yield piece
+        piece = (rank, head, head + 1)
+    if piece:
+        yield piece
+
+
+def _check_rank(rank_name: str, rank: int, size_name: str, size: int) -> None:
+    if size < 1:
+        raise TopologyError(f"{size_name} {size}: must be positive")
+    if not 0 <= rank < size:
+        raise TopologyError(f"{rank_name} {rank}: must be in [0, {size}), {size_name} is {size}")
+
+
+def _check_multiple(name: str, size: int, other_name: str, other: int) -> None:
+    if size < 1 or other < 1:
+        raise TopologyError(f"{name} {size} and {other_name} {other}: sizes must be positive")
+    if max(size, other) % min(size, other):
+        raise TopologyError(f"{name} {size} and {other_name} {other}: one must be a multiple of the other")

@@ -1,0 +1,144 @@
+"""The request contract: `kv_transfer_params` as the routers of vLLM's NixlConnector carry them.
+
+The router hands the first leg `do_remote_decode`, and the second leg whatever the first leg's response held. What
+kvferry needs beyond that contract travels beside it, under the key "kvferry". Everything here came through a
+client, so it is checked here and proven by digests later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from kvferry.protocol.messages import TransferRef
+
+VERSION = 1
+
+
+class BadParams(ValueError):
+    """kv_transfer_params that cannot be used; the text names the key and its value."""
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """What a producer offers and a consumer is handed.
+
+    block_ids: per KV cache group, by token position; 0 is vLLM's null block. num_tokens: how many are covered.
+    """
+
+    ref: TransferRef
+    host: str
+    port: int
+    key_id: str
+    num_tokens: int
+    block_ids: tuple[tuple[int, ...], ...]
+
+    @property
+    def address(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"tcp://{host}:{self.port}"
+
+
+class _Own(msgspec.Struct):
+    version: int
+    transfer_id: str
+    generation: int
+    incarnation: str
+    key_id: str = ""
+
+
+class _Contract(msgspec.Struct):
+    remote_engine_id: str
+    remote_host: str
+    remote_port: int
+    remote_num_tokens: int
+    remote_block_ids: list[list[int]]
+    kvferry: _Own
+
+
+def wants_remote_decode(params: Mapping[str, Any] | None) -> bool:
+    """First leg: this request's KV will be fetched by another engine."""
+    return bool(params) and params is not None and params.get("do_remote_decode") is True
+
+
+def wants_remote_prefill(params: Mapping[str, Any] | None) -> bool:
+    """Second leg: this request's KV is to be fetched from another engine."""
+    return bool(params) and params is not None and params.get("do_remote_prefill") is True
+
+
+def to_params(offer: Offer, *, request_id: str, tp_size: int, pp_size: int, dcp_size: int = 1) -> dict[str, Any]:
+    """The first leg's answer, for the router to hand to the second leg."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [list(group) for group in offer.block_ids],
+        "remote_engine_id": offer.ref.producer,
+        "remote_request_id": request_id,
+        "remote_host": offer.host,
+        "remote_port": offer.port,
+        "remote_num_tokens": offer.num_tokens,
+        "tp_size": tp_size,
+        "pp_size": pp_size,
+        "dcp_size": dcp_size,
+        "transfer_mode": "pull",
+        "kvferry": {
+            "version": VERSION,
+            "transfer_id": offer.ref.transfer_id,
+            "generation": offer.ref.generation,
+            "incarnation": offer.ref.incarnation,
+            "key_id": offer.key_id,
+        },
+    }
+
+
+def not_offered(reason: str) -> dict[str, Any]:
+    """The first leg's answer when its KV cannot be fetched: the second leg computes, and can say why."""
+    return {"do_remote_prefill": False, "do_remote_decode": False, "kvferry": {"refused": reason}}
+
+
+def why_not_offered(params: Mapping[str, Any] | None) -> str:
+    """The reason in the answer of a first leg that offered nothing; empty if there is none."""
+    own = (params or {}).get("kvferry")
+    return str(own.get("refused", "")) if isinstance(own, Mapping) else ""
+
+
+def from_params(params: Mapping[str, Any], num_groups: int) -> Offer:
+    """Reads what a first leg answered. A router may have turned integers into floats. Raises BadParams."""
+    if "kvferry" not in params:
+        raise BadParams("kv_transfer_params has no key 'kvferry': the prefill side does not run kvferry")
+    try:
+        contract = msgspec.convert(_integral(params), _Contract)
+    except msgspec.ValidationError as error:
+        raise BadParams(f"kv_transfer_params: {error}") from None
+    own = contract.kvferry
+    if own.version != VERSION:
+        raise BadParams(f"kv_transfer_params.kvferry.version is {own.version}, this side speaks {VERSION}")
+    if not 0 < contract.remote_port < 65536:
+        raise BadParams(f"kv_transfer_params.remote_port is {contract.remote_port}, not in 1..65535")
+    if contract.remote_num_tokens <= 0:
+        raise BadParams(f"kv_transfer_params.remote_num_tokens is {contract.remote_num_tokens}, not positive")
+    if len(contract.remote_block_ids) != num_groups:
+        raise BadParams(
+            f"kv_transfer_params.remote_block_ids has {len(contract.remote_block_ids)} KV cache groups, "
+            f"this side {num_groups}"
+        )
+    return Offer(
+        ref=TransferRef(contract.remote_engine_id, own.incarnation, own.transfer_id, own.generation),
+        host=contract.remote_host,
+        port=contract.remote_port,
+        key_id=own.key_id,
+        num_tokens=contract.remote_num_tokens,
+        block_ids=tuple(tuple(group) for group in contract.remote_block_ids),
+    )
+
+
+def _integral(value: Any) -> Any:
+    """The same value with floats that are whole numbers as integers."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Mapping):
+        return {key: _integral(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [_integral(item) for item in value]
+    return value

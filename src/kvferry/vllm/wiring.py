@@ -1,0 +1,38 @@
+"""Opens sockets and transports as the settings say."""
+
+from __future__ import annotations
+
+import os
+
+from vllm.logger import init_logger
+
+from kvferry.control.addresses import AllowedRanges, advertised_host
+from kvferry.control.endpoint import Endpoint
+from kvferry.control.security import Security, load_secret
+from kvferry.transport import registry
+from kvferry.transport.base import Transport, TransportUnavailable
+from kvferry.vllm.config import Config
+
+logger = init_logger(__name__)
+
+
+def open_endpoint(config: Config, port: int) -> Endpoint:
+    """A control endpoint on the advertised host. Raises AddressError or SecurityError, which say what to set."""
+    host = advertised_host(config.host_ip, os.environ)
+    security = Security.choose(host, load_secret(config.secret, os.environ), config.allow_open)
+    return Endpoint(host, security, AllowedRanges(config.allowed_peers), port)
+
+
+def open_transports(config: Config) -> list[Transport]:
+    """The configured transports that this machine has, in order. Raises TransportUnavailable if it has none."""
+    transports: list[Transport] = []
+    missing: list[str] = []
+    for name in config.transports:
+        try:
+            transports.append(registry.make(name, config.transport_options.get(name, {})))
+        except TransportUnavailable as error:
+            missing.append(f"{name}: {error}")
+            logger.warning("kvferry: transport %s", missing[-1])
+    if not transports:
+        raise TransportUnavailable(f"none of the configured transports is available: {'; '.join(missing)}")
+    return transports

@@ -1,0 +1,164 @@
+"""The connector's half in a worker process: registers memory, hands loads to the agent, reports their ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.logger import init_logger
+
+from kvferry import records
+from kvferry.agent import LoadRequest, LoadResult, WorkerAgent
+from kvferry.vllm import specs
+from kvferry.vllm.config import Config
+from kvferry.vllm.digests import model_identity
+from kvferry.vllm.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
+from kvferry.vllm.metrics import FerryStats, KVFerryStats
+from kvferry.vllm.wiring import open_endpoint, open_transports
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = init_logger(__name__)
+
+
+class WorkerSide:
+    """One per worker process. Methods have the names of vLLM's hooks; all run in the worker's main thread."""
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config) -> None:
+        from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._config = config
+        parallel = vllm_config.parallel_config
+        self._tp_rank: int = get_tensor_model_parallel_rank()
+        self._pp_rank: int = get_pp_group().rank_in_group
+        self._rank = self._pp_rank * parallel.tensor_parallel_size + self._tp_rank
+        self._num_ranks: int = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        self._group_kinds = specs.group_kinds(kv_cache_config)
+        self._fingerprint = specs.fingerprint(vllm_config, config.model_id or model_identity(vllm_config))
+        self._kv_caches: Mapping[str, torch.Tensor] = {}
+        self._agent: WorkerAgent | None = None
+        self._running: dict[str, LoadRequest] = {}
+        self._ended: list[LoadResult] = []
+        self._new_record: bytes | None = None
+        self.stats = FerryStats()
+
+    # Start-up, sleep and shutdown.
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Raises what keeps this worker from moving its cache, by name: better at start-up than in traffic."""
+        self._kv_caches = dict(kv_caches)
+        port = self._config.worker_port + self._rank if self._config.worker_port else 0
+        backends = specs.backends_of(self._vllm_config, self._kv_cache_config)
+        agent = WorkerAgent(
+            rank=self._rank,
+            pp_rank=self._pp_rank,
+            tp_rank=self._tp_rank,
+            num_ranks=self._num_ranks,
+            endpoint=open_endpoint(self._config, port),
+            make_transports=lambda: open_transports(self._config),
+            layout=specs.cache_layout(
+                self._vllm_config, self._kv_cache_config, self._kv_caches, backends, self._tp_rank
+            ),
+            fingerprint=self._fingerprint,
+            group_kinds=self._group_kinds,
+            leases=self._config.leases(),
+        )
+        agent.start()
+        self._agent = agent
+
+    def unregister_kv_caches(self) -> None:
+        """Sleep mode is about to take the cache's memory: nothing may be read from or into it any more."""
+        if self._agent is not None:
+            self._fail_running("the KV cache was unregistered")
+            self._agent.stop()
+            self._agent = None
+
+    def restore_kv_caches(self, kv_caches: Mapping[str, torch.Tensor] | None = None) -> None:
+        """The cache's memory is back: registers it anew and lets the engine publish the new record."""
+        self.register_kv_caches(kv_caches if kv_caches is not None else self._kv_caches)
+        self._new_record = self._encoded_record()
+
+    def get_handshake_metadata(self) -> HandshakeMetadata | None:
+        if self._agent is None:
+            return None
+        return HandshakeMetadata(self._encoded_record(), self._fingerprint, self._group_kinds)
+
+    def _encoded_record(self) -> bytes:
+        return records.encode(self._agent.record()) if self._agent is not None else b""
+
+    def shutdown(self) -> None:
+        if self._agent is not None:
+            self._agent.stop()
+
+    # Each step.
+
+    def start_load_kv(self, step: StepMetadata) -> None:
+        for load in step.loads:
+            self._running[load.load_id] = load
+        if self._agent is None or not self._agent.alive:
+            return
+        if step.loads or step.cancels:
+            self._agent.identify(step.engine_id, step.incarnation, step.rendezvous)
+        for load in step.loads:
+            self._agent.load(load)
+        for load_id, reason in step.cancels:
+            self._agent.cancel(load_id, reason)
+
+    def get_transfer_results(self) -> KVConnectorTransferResults:
+        """Each load once: a failed one is finished as well. Nothing is ever reported as sent: the engine holds."""
+        if self._running and (self._agent is None or not self._agent.alive):
+            self._fail_running("the worker's I/O thread has ended")
+        for result in self._agent.collect() if self._agent is not None else ():
+            self._end(result)
+        return KVConnectorTransferResults(
+            finished_recving={result.request_id for result in self._ended},
+            failed_recving={result.request_id for result in self._ended if not result.ok},
+        )
+
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+        """Called right after `get_transfer_results`, in the same step: carries the same loads' figures."""
+        if not self._ended and self._new_record is None:
+            return None
+        metadata = WorkerMetadata(results=self._ended)
+        if self._new_record is not None:
+            metadata.records[self._rank] = self._new_record
+        self._ended, self._new_record = [], None
+        return metadata
+
+    def _end(self, result: LoadResult) -> None:
+        if self._running.pop(result.load_id, None) is None:
+            return
+        self._ended.append(result)
+        self.stats.add_result(result)
+        if not result.ok:
+            logger.warning(
+                "kvferry: rank %d: load of request %s failed: %s", self._rank, result.request_id, result.reason
+            )
+
+    def _fail_running(self, reason: str) -> None:
+        for load in list(self._running.values()):
+            self._end(
+                LoadResult(
+                    request_id=load.request_id,
+                    load_id=load.load_id,
+                    rank=self._rank,
+                    ok=False,
+                    quiet=False,
+                    reason=reason,
+                    transport="",
+                    num_bytes=0,
+                    num_descriptors=0,
+                    seconds=0.0,
+                    wait_s=0.0,
+                )
+            )
+
+    def get_stats(self) -> KVFerryStats | None:
+        self.stats.end_step()
+        return self.stats.take()

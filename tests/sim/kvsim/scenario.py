@@ -1,0 +1,171 @@
+"""What happens in one schedule, drawn from its seed: as data, so that a failing one can be made smaller."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from kvferry.protocol.lease import Leases
+from kvsim.consumer import Habits, Setting
+from kvsim.world import Weather
+
+
+@dataclass(frozen=True)
+class Second:
+    """Second legs of a transfer: `copies` requests at once, `after_s` after the first leg.
+
+    flavour: good, or in what the parameters are wrong.
+    """
+
+    consumer: int
+    after_s: float
+    copies: int
+    queue_s: float
+    fate: str
+    abort_s: float
+    flavour: str
+
+
+@dataclass(frozen=True)
+class Transfer:
+    at: float
+    producer: int
+    num_blocks: int
+    transfer_id: str
+    generation: int
+    seconds: tuple[Second, ...]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """kind: pause, cut, crash, void, close, noise or lose. who: an index into what the kind may hit."""
+
+    at: float
+    kind: str
+    who: int
+    for_s: float
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """is_calm: nothing goes wrong, so nothing may fail either."""
+
+    seed: int
+    is_calm: bool
+    setting: Setting
+    num_producers: int
+    ranks: tuple[int, ...]  # of each consumer
+    transfers: tuple[Transfer, ...]
+    faults: tuple[Fault, ...]
+    until: float
+
+
+FLAVOURS = ("wrong_prompt", "wrong_blocks", "older", "newer", "wrong_incarnation")
+
+
+def draw(seed: int) -> Scenario:
+    rng = Random(f"scenario {seed}")
+    is_calm = rng.random() < 0.15
+    lease_s = rng.choice([2.0, 4.0, 30.0])
+    leases = _leases(rng, lease_s, is_calm)
+    num_producers = rng.choice([1, 1, 2])
+    ranks = tuple(rng.choice([1, 2, 3]) for _ in range(rng.choice([1, 1, 2])))
+    transfers = tuple(
+        _transfer(rng, index, lease_s, is_calm, num_producers, len(ranks)) for index in range(rng.choice([1, 2, 3, 4]))
+    )
+    faults = () if is_calm else tuple(_fault(rng, lease_s) for _ in range(rng.choice([0, 1, 1, 2, 3, 5])))
+    return Scenario(
+        seed=seed,
+        is_calm=is_calm,
+        setting=Setting(
+            leases,
+            Weather() if is_calm else _weather(rng, lease_s),
+            Habits() if is_calm else _habits(rng, lease_s),
+        ),
+        num_producers=num_producers,
+        ranks=ranks,
+        transfers=_reuse_ids(rng, transfers),
+        faults=faults,
+        until=60 * lease_s + 4 * leases.first_hold_s,
+    )
+
+
+def _leases(rng: Random, lease_s: float, is_calm: bool) -> Leases:
+    first_hold_s = lease_s * rng.choice([1.0, 2.0])
+    return Leases(
+        first_hold_s=first_hold_s,
+        lease_s=lease_s,
+        renew_s=lease_s / rng.choice([2.5, 6.0]),
+        claim_reply_s=lease_s / rng.choice([4.0, 15.0]),
+        parking_s=lease_s / rng.choice([2.0, 6.0]),
+        handshake_s=lease_s / 2,
+        longest_hold_s=lease_s * (20.0 if is_calm else rng.choice([2.0, 20.0])),
+        load_s=lease_s * rng.choice([1.0, 2.0, 4.0]),
+        max_parked=1024 if is_calm else rng.choice([2, 1024, 1024, 1024]),
+        max_claims=256 if is_calm else rng.choice([1, 256, 256, 256]),
+        max_remembered=4096 if is_calm else rng.choice([1, 4096, 4096]),
+    )
+
+
+def _weather(rng: Random, lease_s: float) -> Weather:
+    return Weather(
+        loss=rng.choice([0.0, 0.05, 0.25]),
+        duplication=rng.choice([0.0, 0.1, 0.4]),
+        slow=rng.choice([0.0, 0.05, 0.3]),
+        slow_s=lease_s * rng.choice([0.1, 0.5, 1.5]),
+        is_fifo=rng.random() < 0.6,
+        delay_s=(0.0005, 0.02),
+    )
+
+
+def _habits(rng: Random, lease_s: float) -> Habits:
+    return Habits(
+        slow_read=rng.choice([0.0, 0.3, 0.8]),
+        slow_read_s=lease_s * rng.choice([0.6, 1.6]),
+        read_fails=rng.choice([0.0, 0.1, 0.3]),
+        wrong_topology=rng.choice([0.0, 0.0, 0.1]),
+        silent_handshake=rng.choice([0.0, 0.0, 0.1]),
+    )
+
+
+def _transfer(rng: Random, index: int, lease_s: float, is_calm: bool, producers: int, consumers: int) -> Transfer:
+    num_seconds = rng.choice([0, 1, 1, 1]) if is_calm else rng.choice([0, 1, 1, 2, 3])
+    return Transfer(
+        at=rng.uniform(0.0, 6 * lease_s),
+        producer=rng.randrange(producers),
+        num_blocks=rng.choice([1, 2, 3]),
+        transfer_id=f"t{index}",
+        generation=1,
+        seconds=tuple(_second(rng, lease_s, is_calm, consumers) for _ in range(num_seconds)),
+    )
+
+
+def _second(rng: Random, lease_s: float, is_calm: bool, consumers: int) -> Second:
+    is_late = not is_calm and rng.random() < 0.25
+    return Second(
+        consumer=rng.randrange(consumers),
+        after_s=rng.uniform(0.5, 5.0) * lease_s if is_late else rng.uniform(0.0, 0.3) * lease_s,
+        copies=rng.choice([1, 1, 2, 3]),
+        queue_s=rng.choice([0.0, rng.uniform(0.0, 0.3), rng.uniform(0.0, 2.5)]) * lease_s,
+        fate=rng.choice(["load"] * 7 + ["unused", "abort_queued", "abort_loading"]),
+        abort_s=rng.uniform(0.0, 0.05),
+        flavour="good" if is_calm or rng.random() < 0.75 else rng.choice(FLAVOURS),
+    )
+
+
+def _fault(rng: Random, lease_s: float) -> Fault:
+    return Fault(
+        at=rng.uniform(0.0, 8 * lease_s),
+        kind=rng.choice(["pause"] * 6 + ["cut"] * 4 + ["crash", "crash", "noise", "noise", "void", "lose", "close"]),
+        who=rng.randrange(100),
+        for_s=lease_s * rng.choice([rng.uniform(0.05, 0.5), rng.uniform(0.5, 2.5)]),
+    )
+
+
+def _reuse_ids(rng: Random, transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
+    """Now and then a router uses an id again: the same name, the next generation."""
+    if len(transfers) < 2 or rng.random() < 0.7:
+        return transfers
+    first, second, *others = transfers
+    second = Transfer(second.at, first.producer, second.num_blocks, first.transfer_id, 2, second.seconds)
+    return (first, second, *others)

@@ -1,0 +1,94 @@
+"""Fixtures of the transport tests, and the table of what each transport passed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from transport_harness import Kit, PeerProcess, Side
+
+KITS = (
+    Kit("local", "local"),
+    Kit("local-shm", "local", memory="memfd"),
+    Kit("nixl", "nixl"),
+    # Emulated over TCP, a transfer takes many steps of both sides; over the default it is often done when posted.
+    Kit("nixl-tcp", "nixl", {"backend_params": {"engine_config": "TLS=tcp"}}),
+)
+
+
+def _start(kit: Kit, started: list[PeerProcess]) -> PeerProcess:
+    peer = PeerProcess(kit)
+    started.append(peer)
+    return peer
+
+
+@pytest.fixture(scope="module", params=KITS, ids=lambda kit: kit.label)
+def kit(request: pytest.FixtureRequest) -> Kit:
+    """The transport under test."""
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def spawn(kit: Kit) -> Iterator[Callable[[], PeerProcess]]:
+    """Starts peers that the test may stop or kill; all are gone afterwards."""
+    started: list[PeerProcess] = []
+    yield lambda: _start(kit, started)
+    for peer in started:
+        peer.kill()
+
+
+@pytest.fixture
+def side(kit: Kit) -> Iterator[Callable[..., Side]]:
+    """Makes transports in this process; all are closed afterwards."""
+    made: list[Side] = []
+
+    def build(**more: Any) -> Side:
+        made.append(Side(kit, **more))
+        return made[-1]
+
+    yield build
+    for one in made:
+        one.transport.close()
+
+
+@pytest.fixture(scope="module")
+def pair(kit: Kit) -> Iterator[Any]:
+    """One connected pair for all tests that leave it as it was: (here, peer process, connected peer)."""
+    started: list[PeerProcess] = []
+    here = Side(kit)
+    try:
+        peer = _start(kit, started)
+        connected = here.transport.connect(peer.start())
+        peer.call("progress", on=True)
+        yield here, peer, connected
+    finally:
+        here.transport.close()
+        for peer in started:
+            peer.kill()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    cells: dict[str, dict[str, str]] = {}
+    longest_first = sorted((kit.label for kit in KITS), key=len, reverse=True)
+    for outcome in ("passed", "failed", "error", "skipped"):
+        for report in terminalreporter.stats.get(outcome, ()):
+            test, _, parameters = report.nodeid.partition("test_conformance.py::")[2].partition("[")
+            label = next((label for label in longest_first if parameters.startswith((f"{label}-", f"{label}]"))), None)
+            if test and label:
+                row = cells.setdefault(test.removeprefix("test_").replace("_", " "), {})
+                if row.get(label) in (None, "passed"):
+                    row[label] = outcome
+    if not cells:
+        return
+    terminalreporter.section("transport conformance")
+    labels = [kit.label for kit in KITS]
+    width = max(map(len, cells))
+    terminalreporter.write_line(" " * width + "".join(f"  {label:>9}" for label in labels))
+    for case, row in cells.items():
+        terminalreporter.write_line(f"{case:<{width}}" + "".join(f"  {row.get(label, '-'):>9}" for label in labels))

@@ -1,0 +1,85 @@
+"""The other side of the conformance suite: a process that registers memory and does as its pipe says.
+
+One JSON object a line on stdin, one on stdout: {"do": name, ...} -> {"ok": value} or {"error": text}.
+It ends when its stdin does, and with its parent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import select
+import signal
+import sys
+from typing import Any
+
+import numpy as np
+from transport_harness import allocate, pattern
+
+from kvferry.layout import Region
+from kvferry.transport.registry import make
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Peer:
+    def __init__(self) -> None:
+        self.transport: Any = None
+        self.buffers: list[np.ndarray] = []
+        self.progressing = False
+
+    def start(self, name: str, options: dict[str, Any], memory: str, sizes: list[int]) -> str:
+        self.buffers = [allocate(memory, size) for size in sizes]
+        self.transport = make(name, options)
+        self.transport.register([Region(b.ctypes.data, b.nbytes) for b in self.buffers])
+        return str(self.transport.record().hex())
+
+    def fill(self, region: int, seed: int) -> None:
+        self.buffers[region][:] = pattern(seed, len(self.buffers[region]))
+
+    def digest(self, region: int) -> str:
+        return hashlib.blake2b(self.buffers[region].tobytes()).hexdigest()
+
+    def progress(self, on: bool) -> None:
+        self.progressing = on
+
+    def close(self) -> None:
+        self.transport.close()
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Libraries print: keep the pipe for answers alone.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    peer = Peer()
+    pending = b""
+    while True:
+        readable, _, _ = select.select([0], [], [], 0.001 if peer.progressing else None)
+        if peer.progressing:
+            peer.transport.progress()
+        if not readable:
+            continue
+        chunk = os.read(0, 1 << 16)
+        if not chunk:
+            return
+        *lines, pending = (pending + chunk).split(b"\n")
+        for line in lines:
+            answers.write(json.dumps(answer(peer, json.loads(line))) + "\n")
+
+
+def answer(peer: Peer, command: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {"ok": getattr(peer, command.pop("do"))(**command)}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit(0)

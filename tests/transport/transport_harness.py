@@ -1,0 +1,208 @@
+"""What the transport tests share: peers in processes of their own, buffers, descriptors, bounded polling."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvferry.layout import Region
+from kvferry.transport.base import Batch, Handle, PeerLost, State, Status, Transport
+from kvferry.transport.registry import make
+
+SIZES = (4 << 20, 1 << 20)
+"""Bytes of the regions that both sides register."""
+BOUND_S = 30.0
+"""Longest wait for anything; far above what is seen, so that it tells a hang and not a slow machine."""
+SLOT = 400
+"""Scattered descriptors lie in slots of so many bytes, one in each, so that they never overlap."""
+
+
+@dataclass(frozen=True)
+class Kit:
+    """One column of the table: a transport, its options, and the memory that it is tried on."""
+
+    label: str
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    memory: str = "private"
+
+
+class PeerProcess:
+    """A peer in a process of its own."""
+
+    def __init__(self, kit: Kit) -> None:
+        self.kit = kit
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("peer.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self._to, self._from = self.process.stdin.fileno(), self.process.stdout.fileno()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def call(self, do: str, **arguments: Any) -> Any:
+        os.write(self._to, (json.dumps({"do": do, **arguments}) + "\n").encode())
+        got = b""
+        while not got.endswith(b"\n"):
+            ready, _, _ = select.select([self._from], [], [], BOUND_S)
+            chunk = os.read(self._from, 1 << 16) if ready else b""
+            assert chunk, f"the peer did not answer {do!r}"
+            got += chunk
+        answer = json.loads(got)
+        assert "error" not in answer, answer["error"]
+        return answer["ok"]
+
+    def start(self, sizes: tuple[int, ...] = SIZES) -> bytes:
+        return bytes.fromhex(
+            self.call("start", name=self.kit.name, options=self.kit.options, memory=self.kit.memory, sizes=sizes)
+        )
+
+    def digest(self, region: int) -> str:
+        return str(self.call("digest", region=region))
+
+    def stop(self) -> None:
+        """SIGSTOP, and wait until it has stopped."""
+        os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self.process.kill()
+        self.process.wait(BOUND_S)
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+class Side:
+    """A transport in this process, on buffers full of a guard byte."""
+
+    def __init__(self, kit: Kit, sizes: tuple[int, ...] = SIZES, **more: Any) -> None:
+        self.buffers = [allocate(kit.memory, size) for size in sizes]
+        self.reset()
+        self.transport: Transport = make(kit.name, {**kit.options, **more})
+        self.transport.register([Region(b.ctypes.data, b.nbytes) for b in self.buffers])
+
+    def reset(self) -> None:
+        for buffer in self.buffers:
+            buffer[:] = 0xA5
+
+    def snapshot(self) -> list[bytes]:
+        return [buffer.tobytes() for buffer in self.buffers]
+
+
+def pattern(seed: int, size: int) -> np.ndarray:
+    """Bytes that both sides can make."""
+    return np.frombuffer(np.random.default_rng(seed).bytes(size), dtype=np.uint8)
+
+
+def allocate(memory: str, size: int) -> np.ndarray:
+    """Zeros in private memory, in a memfd, or in the file of /dev/shm that `memory` names."""
+    if memory == "private":
+        return np.zeros(size, dtype=np.uint8)
+    fd = os.memfd_create("kvferry-test") if memory == "memfd" else os.open(memory, os.O_RDWR | os.O_CREAT, 0o600)
+    os.ftruncate(fd, size)
+    shared = np.frombuffer(mmap.mmap(fd, size), dtype=np.uint8)
+    if memory != "memfd":
+        os.close(fd)
+    return shared
+
+
+def int64(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+def batch(local: Any, remote: Any, lengths: Any, regions: tuple[int, int] = (0, 0)) -> Batch:
+    return Batch(*regions, *(np.asarray(x, dtype=np.int64) for x in (local, remote, lengths)))
+
+
+def scattered(count: int, size: int, seed: int) -> Batch:
+    """`count` descriptors of 1 to 200 bytes at odd places in other orders on the two sides."""
+    rng = np.random.default_rng(seed)
+    slots = size // SLOT
+    lengths = rng.integers(1, 201, count)
+    local, remote = (rng.permutation(slots)[:count] * SLOT + rng.integers(0, 200, count) for _ in range(2))
+    return batch(local, remote, lengths)
+
+
+def merged(count: int, size: int, seed: int) -> Batch:
+    """The same bytes as `count` neighbours, given as one run for each quarter of them."""
+    rng = np.random.default_rng(seed)
+    length = size // 2 // max(count, 4) * max(count // 4, 1)
+    starts = np.arange(min(count, 4)) * length
+    return batch(
+        starts + int(rng.integers(1, 1000)), starts[::-1] + int(rng.integers(1, 1000)), np.full(len(starts), length)
+    )
+
+
+def moved(target: np.ndarray, source: np.ndarray, target_offsets: Any, source_offsets: Any, lengths: Any) -> np.ndarray:
+    """What `target` must be after these descriptors; all its other bytes are the guards."""
+    out = target.copy()
+    for to, of, length in zip(target_offsets, source_offsets, lengths, strict=True):
+        out[to : to + length] = source[of : of + length]
+    return out
+
+
+def settle(transport: Transport, handle: Handle) -> Status:
+    """Polls until it is no longer PENDING."""
+    end = time.monotonic() + BOUND_S
+    while (status := transport.poll(handle)).state is State.PENDING:
+        assert time.monotonic() < end, "still PENDING"
+        time.sleep(0.0005)
+    return status
+
+
+def give_back(transport: Transport, handle: Handle) -> None:
+    end = time.monotonic() + BOUND_S
+    while not transport.release(handle):
+        assert time.monotonic() < end, "release does not come to an end"
+        time.sleep(0.0005)
+
+
+def finish(transport: Transport, handle: Handle) -> None:
+    """To its end, which must be good."""
+    status = settle(transport, handle)
+    assert status == Status(State.DONE, ""), status
+    give_back(transport, handle)
+
+
+def outcome(transport: Transport, post: Any) -> str:
+    """ "lost" (raised), "failed" or "done" of a post to a peer that may be dead; gives the handle back."""
+    try:
+        handle = post()
+    except PeerLost:
+        return "lost"
+    status = settle(transport, handle)
+    give_back(transport, handle)
+    if status.state is State.FAILED:
+        assert status.detail
+    return status.state.value
+
+
+def digest(data: np.ndarray) -> str:
+    return hashlib.blake2b(data.tobytes()).hexdigest()
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
