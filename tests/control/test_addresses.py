@@ -41,7 +41,7 @@ def test_parse_and_join_are_inverse(address: str, expected: tuple[str, int]) -> 
         "tcp://127.0.0.1:-1",
         "tcp://127.0.0.1:5555 ",
         "tcp://127.0.0.1:5555\n",
-        "tcp://127.0.0.1:٥٥",
+        "tcp://127.0.0.1:\N{ARABIC-INDIC DIGIT FIVE}",
         "tcp://::1:5555",
         "tcp://[127.0.0.1]:5555",
         "tcp://[::1::2]:5555",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.control.addresses import AddressError, AllowedRanges
-from kvferry.control.endpoint import Backlog, Endpoint, FrameTooLarge, Limits, Lost, Received, Route
+from kvferry.control.endpoint import Backlog, Endpoint, Event, FrameTooLarge, Limits, Lost, Received, Route
 from kvferry.control.security import ClusterKeys, Security
 
 SECRET = b"the cluster's secret, quite long"
@@ -69,6 +70,11 @@ def test_a_port_may_be_asked_for_and_a_used_one_is_named(make_endpoint) -> None:
         make_endpoint(port=port)
     first.close()
     assert make_endpoint(port=port).address == first.address
+
+
+def test_a_host_that_needs_a_secret_is_refused_without_one(make_endpoint) -> None:
+    with pytest.raises(AddressError, match=r"10\.0\.0\.1.*KVFERRY_SECRET"):
+        make_endpoint(host="10.0.0.1", security=Security())
 
 
 def test_a_wildcard_host_is_refused(make_endpoint) -> None:
@@ -151,14 +157,15 @@ def test_a_peer_that_does_not_even_accept_is_lost(make_endpoint, lost, quick) ->
         assert "silent for 0.5 s" in lost(endpoint).reason
 
 
-def test_a_peer_that_speaks_another_protocol_is_lost(make_endpoint, lost) -> None:
-    endpoint = make_endpoint()
+@pytest.mark.parametrize("secrets", [(SECRET,), ()], ids=["curve", "open"])
+def test_a_peer_that_speaks_another_protocol_is_lost(make_endpoint, lost, secrets: tuple[bytes, ...]) -> None:
+    endpoint = make_endpoint(secrets)
     with socket.create_server(("127.0.0.1", 0)) as web_server:
         endpoint.send(f"tcp://127.0.0.1:{web_server.getsockname()[1]}", b"hello")
         connection, _ = web_server.accept()
         with connection:
-            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-            assert "not a kvferry endpoint" in lost(endpoint).reason
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n" + b"Padding: some\r\n" * 20)
+            assert "no kvferry endpoint" in lost(endpoint).reason
 
 
 def test_a_killed_peer_is_lost_and_its_successor_on_the_port_is_reached(
@@ -195,8 +202,22 @@ def test_what_a_peer_sent_before_it_went_comes_before_lost(make_endpoint, receiv
     assert isinstance(events[-1], Lost)
 
 
+def test_frames_for_a_peer_that_is_gone_never_reach_its_successor(make_endpoint, received, lost) -> None:
+    first, client = make_endpoint(), make_endpoint()
+    client.send(first.address, b"hello")
+    received(first, client)
+    first.close()
+    assert client._peers[first.address].monitor.socket.poll(30_000)
+    client.send(first.address, b"for the first")
+    second = make_endpoint(port=int(first.address.rsplit(":", 1)[1]))
+    assert second.receive(0.5) == []
+    assert lost(client).address == first.address
+    client.send(first.address, b"for the second")
+    assert received(second, client).frame == b"for the second"
+
+
 @pytest.mark.parametrize("count", [63, 64, 65, 128])
-def test_lost_comes_whatever_the_number_of_frames_before_it(make_endpoint, received, pump, count: int) -> None:
+def test_lost_comes_whatever_the_number_of_frames_before_it(make_endpoint, received, count: int) -> None:
     server, client = make_endpoint(), make_endpoint()
     client.send(server.address, b"all of it")
     source = received(server, client).source
@@ -204,9 +225,10 @@ def test_lost_comes_whatever_the_number_of_frames_before_it(make_endpoint, recei
         server.send(source, b"frame")
     server.close()
     # Everything waits before the first receive, so that the frames fill whole batches.
-    peer = client._peers[server.address]
-    assert peer.monitor.socket.poll(30_000)
-    events = pump(client, done=lambda seen: any(isinstance(event, Lost) for event in seen[client]))[client]
+    assert client._peers[server.address].monitor.socket.poll(30_000)
+    events: list[Event] = []
+    while not events or not isinstance(events[-1], Lost):
+        events += client.receive(None)
     assert len(events) == count + 1
 
 
@@ -362,8 +384,7 @@ def _send_until_backlog(sender: Endpoint, to: str | Route) -> int:
     for number in range(100_000):
         try:
             sender.send(to, b"%08d" % number + bytes(100_000))
-        except Backlog as full:
-            assert str(to) in str(full)
+        except Backlog:
             return number
     raise AssertionError("no back-pressure")
 
@@ -410,7 +431,7 @@ def test_keys_rotate_without_a_gap(make_endpoint, received) -> None:
     old, new = b"the old secret of this cluster", b"the new secret of this cluster"
     # The steps of a rotation; at each, some processes are a step behind.
     steps = [(old,), (old, new), (new, old), (new,)]
-    for before, after in zip(steps, steps[1:], strict=False):
+    for before, after in itertools.pairwise(steps):
         for server_secrets, client_secrets in ((before, after), (after, before)):
             server, client = make_endpoint(server_secrets), make_endpoint(client_secrets)
             assert server.key_id == ClusterKeys(server_secrets[0]).key_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -70,12 +71,9 @@ def assert_serves(server: Endpoint, make_endpoint: MakeEndpoint, received, secre
 )
 def test_raw_bytes_on_the_port(make_endpoint, pump, received, secrets, garbage: bytes) -> None:
     server = make_endpoint(secrets)
-    host, port = addresses.parse(server.address)
-    with socket.create_connection((host, port)) as stranger:
-        try:
-            stranger.sendall(garbage)
-        except (ConnectionResetError, BrokenPipeError):
-            pass
+    stranger = socket.create_connection(addresses.parse(server.address))
+    with stranger, contextlib.suppress(ConnectionResetError, BrokenPipeError):
+        stranger.sendall(garbage)
     pump(server, done=lambda _: server.counters["handshake_failed"] == 1)
     assert_serves(server, make_endpoint, received, secrets)
     assert count(server, handshake_failed=1)
@@ -123,6 +121,7 @@ def test_answers_that_are_not_one_frame(make_endpoint, pump, received) -> None:
         server.linger = 0
         port = server.bind_to_random_port("tcp://127.0.0.1")
         client.send(f"tcp://127.0.0.1:{port}", b"hello")
+        pump(client, done=lambda _: bool(server.poll(0)))
         for frames in ([b"one", b"two"], [b""], [b"good"]):
             server.send_multipart(frames)
         assert received(client).frame == b"good"

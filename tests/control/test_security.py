@@ -26,7 +26,7 @@ RFC_5869_VECTORS = {
         "3cb25f25faacd57a90434f64d0362f2a2d2d0a90cf1a5a4c5db02d56ecc4c5bf34007208d5b887185865",
     ),
     "longer": (
-        bytes(range(0x00, 0x50)).hex(),
+        bytes(range(0x50)).hex(),
         bytes(range(0x60, 0xB0)).hex(),
         bytes(range(0xB0, 0x100)).hex(),
         82,

@@ -57,15 +57,21 @@ KV_LAYOUTS = ("2BNHD", "2BHND", "B2NHD", "B2HND", "cpu", "LBHNC", "LBNHC", "LHBN
 
 
 class Slot(NamedTuple):
-    """How one side keeps one layer: the layout's name, bytes of padding between blocks, kernel blocks of a block."""
+    """How one side keeps one layer; padding in bytes, between blocks and behind the layer.
+
+    ratio: kernel blocks of a block, if that divides it; an opaque layer's kernel blocks are its tiles.
+    """
 
     layout: str
     padding: int
     ratio: int
+    region: int
 
 
 def fields_of(layer: ModelLayer, slot: Slot, heads: int, num_blocks: int, block_size: int) -> tuple[Field, ...]:
-    tokens, rows = block_size // slot.ratio, num_blocks * slot.ratio
+    ratio = block_size // layer.tile_tokens if layer.tile_tokens else slot.ratio
+    ratio = ratio if block_size % ratio == 0 else 1
+    tokens, rows = block_size // ratio, num_blocks * ratio
     return with_kernel_blocks(_rows(layer, slot, heads, rows, tokens), tokens, block_size)
 
 
@@ -105,10 +111,10 @@ def end_bytes(fields: tuple[Field, ...], num_blocks: int) -> int:
 
 @st.composite
 def models(draw: st.DrawFn) -> tuple[ModelLayer, ...]:
-    """One to five layers in one to three groups. Geometry repeats within a model, so that classes have members."""
-    num_groups = draw(st.integers(1, 3))
-    kinds = draw(st.lists(_geometries(), min_size=1, max_size=2))
-    groups = [*range(num_groups), *draw(st.lists(st.integers(0, num_groups - 1), max_size=3))]
+    """Two to six layers in one to three groups. Geometry repeats within a model, so that classes have members."""
+    num_groups = draw(st.sampled_from((1, 1, 2, 3)))
+    kinds = draw(st.lists(_geometries(), min_size=1, max_size=draw(st.sampled_from((1, 1, 3)))))
+    groups = [*range(num_groups), *draw(st.lists(st.integers(0, num_groups - 1), min_size=1, max_size=3))]
     return tuple(ModelLayer(f"layers.{i}", group, *draw(st.sampled_from(kinds))) for i, group in enumerate(groups))
 
 
@@ -119,6 +125,10 @@ def _geometries(draw: st.DrawFn) -> tuple[str, int, int, int, int, int]:
     size, itemsize = draw(st.integers(1, 3)), draw(st.sampled_from((1, 2)))
     size_v = {"latent": 0, "kv": draw(st.sampled_from((size, size, size + 1))), "opaque": size}[kind]
     return kind, total, size, size_v, itemsize, draw(st.sampled_from((2, 4))) if kind == "opaque" else 0
+
+
+def heads_of(layer: ModelLayer, tp_rank: int, tp_size: int) -> Heads:
+    return Heads(0, 1, 1) if layer.kind == "latent" else kv_heads(tp_rank, tp_size, layer.total_heads)
 
 
 def tp_sizes(model: tuple[ModelLayer, ...]) -> list[int]:
@@ -137,10 +147,12 @@ def situations(draw: st.DrawFn) -> Situation:
     end = draw(st.integers(1, 24))
     first = draw(st.one_of(st.just(0), st.integers(0, end)))
     block_sizes = [draw(_block_sizes(model, group)) for group in range(num_groups)]
-    wanted = [draw(_presence(first, end, sizes[0])) for sizes in block_sizes]
+    wanted = [draw(_presence(end, sizes[0])) for sizes in block_sizes]
     needed = [_needed(first, end, present, *sizes) for present, sizes in zip(wanted, block_sizes, strict=True)]
-    consumer = draw(_sides(model, [sizes[0] for sizes in block_sizes], wanted))
-    producer = draw(_sides(model, [sizes[1] for sizes in block_sizes], needed))
+    ours = draw(_recipes(model))
+    theirs = ours if draw(st.booleans()) else draw(_recipes(model, ours))
+    consumer = draw(_sides(ours, [sizes[0] for sizes in block_sizes], wanted))
+    producer = draw(_sides(theirs, [sizes[1] for sizes in block_sizes], needed))
     return Situation(consumer, producer, (first, end))
 
 
@@ -157,7 +169,7 @@ def _block_sizes(draw: st.DrawFn, model: tuple[ModelLayer, ...], group: int) -> 
 
 
 @st.composite
-def _presence(draw: st.DrawFn, first: int, end: int, block_size: int) -> list[bool]:
+def _presence(draw: st.DrawFn, end: int, block_size: int) -> list[bool]:
     """Which of a consumer's table entries have a block; a sliding window or a hit leaves holes."""
     entries = -(-end // block_size)
     present = draw(st.lists(st.booleans(), min_size=entries, max_size=entries))
@@ -172,93 +184,99 @@ def _needed(first: int, end: int, present: list[bool], consumer_size: int, produ
 
 
 @st.composite
-def _sides(draw: st.DrawFn, model: tuple[ModelLayer, ...], block_sizes: list[int], present: list[list[bool]]) -> Side:
-    """An engine whose groups draw their blocks from one pool, as vLLM's do; now and then groups share memory."""
+def _sides(draw: st.DrawFn, recipe: Recipe, block_sizes: list[int], present: list[list[bool]]) -> Side:
+    """An engine whose groups draw their blocks from one pool, as vLLM's do, so that groups may share memory."""
     num_blocks = sum(sum(one) for one in present) + draw(st.integers(1, 3))
     ids = draw(st.permutations(range(num_blocks)))
     if draw(st.booleans()):
         ids = sorted(ids)  # long runs
-    tables, at = [], 0
-    for one in present:
-        tables.append([])
-        for there in one:
-            tables[-1].append(ids[at] if there else -1)
-            at += there
-    tp_size = draw(st.sampled_from(tp_sizes(model)))
-    cuts = sorted(draw(st.lists(st.integers(0, len(model)), max_size=2)))
-    stages = [model[begin:stop] for begin, stop in zip([0, *cuts], [*cuts, len(model)], strict=True)]
-    layouts = []
-    for stage in stages:
-        pooled = draw(st.booleans()) and _poolable(stage, block_sizes)
-        make = _pool(draw, stage, num_blocks) if pooled else _apart(draw, stage, num_blocks)
-        layouts.extend(make(tp_rank, tp_size, block_sizes) for tp_rank in range(tp_size))
-    return Side(tp_size, layouts, tables)
+    rest = iter(ids)
+    tables = [[next(rest) if there else -1 for there in one] for one in present]
+    layouts = [
+        stage.layout(tp_rank, recipe.tp_size, num_blocks, block_sizes)
+        for stage in recipe.stages
+        for tp_rank in range(recipe.tp_size)
+    ]
+    return Side(recipe.tp_size, layouts, tables)
 
 
-def _heads(layer: ModelLayer, tp_rank: int, tp_size: int) -> Heads:
-    return Heads(0, 1, 1) if layer.kind == "latent" else kv_heads(tp_rank, tp_size, layer.total_heads)
+class Apart(NamedTuple):
+    """A pipeline stage whose layers each have a layout of their own, in two regions, with gaps between."""
 
+    layers: tuple[ModelLayer, ...]
+    slots: tuple[Slot, ...]
 
-def _apart(draw: st.DrawFn, stage: tuple[ModelLayer, ...], num_blocks: int):  # type: ignore[no-untyped-def]
-    """Each layer with a layout of its own, in a few regions, with gaps between."""
-    ratios = {layer.name: draw(st.sampled_from((1, 1, 2, 3))) for layer in stage}
-    layouts = {layer.name: draw(_layout_names(layer)) for layer in stage}
-    paddings = {layer.name: draw(st.sampled_from((0, 0, 3, 8))) for layer in stage}
-    regions = {layer.name: draw(st.integers(0, 1)) for layer in stage}
-    order = draw(st.permutations(stage))
-
-    def make(tp_rank: int, tp_size: int, block_sizes: list[int]) -> CacheLayout:
+    def layout(self, tp_rank: int, tp_size: int, num_blocks: int, block_sizes: list[int]) -> CacheLayout:
         ends, made = [0, 0], []
-        for layer in order:
-            block_size, heads = block_sizes[layer.group], _heads(layer, tp_rank, tp_size)
-            ratio = block_size // layer.tile_tokens if layer.tile_tokens else ratios[layer.name]
-            ratio = ratio if block_size % ratio == 0 else 1
-            slot = Slot(layouts[layer.name], paddings[layer.name], ratio)
+        for layer, slot in zip(self.layers, self.slots, strict=True):
+            block_size, heads = block_sizes[layer.group], heads_of(layer, tp_rank, tp_size)
             fields = fields_of(layer, slot, heads.count, num_blocks, block_size)
-            region = regions[layer.name]
-            made.append(
-                Layer(layer.name, layer.group, region, ends[region], num_blocks, block_size, "x", heads, fields)
-            )
-            ends[region] += end_bytes(fields, num_blocks) + paddings[layer.name]
+            at = slot.region
+            made.append(Layer(layer.name, layer.group, at, ends[at], num_blocks, block_size, "x", heads, fields))
+            ends[at] += end_bytes(fields, num_blocks) + slot.padding
         return CacheLayout(tuple(Region(0, max(end, 1)) for end in ends), tuple(made))
 
-    return make
+
+class Pool(NamedTuple):
+    """A stage of layers that are alike, in one tensor; the i-th layers of all groups lie at the same address."""
+
+    layers: tuple[ModelLayer, ...]
+    order: str
+
+    def layout(self, tp_rank: int, tp_size: int, num_blocks: int, block_sizes: list[int]) -> CacheLayout:
+        first, counts = self.layers[0], dict.fromkeys(range(len(block_sizes)), 0)
+        block_size, heads = max(block_sizes), heads_of(first, tp_rank, tp_size)
+        num_slots = max(sum(one.group == group for one in self.layers) for group in counts)
+        made = []
+        for layer in self.layers:
+            # A group of smaller blocks leaves the rest of its pages empty.
+            shape = (num_blocks, heads.count, block_size, layer.head_size + layer.head_size_v)
+            strides, layer_stride = physical_strides(self.order, shape, num_slots, layer.itemsize)
+            mine = (*shape[:2], block_sizes[layer.group], shape[3])
+            fields = fused(mine, strides, layer.head_size, layer.head_size_v, layer.itemsize)
+            base = counts[layer.group] * layer_stride
+            counts[layer.group] += 1
+            made.append(Layer(layer.name, layer.group, 0, base, num_blocks, mine[2], "x", heads, fields))
+        return CacheLayout((Region(0, prod(shape) * num_slots * first.itemsize),), tuple(made))
+
+
+class Recipe(NamedTuple):
+    """How an engine keeps a model, but for its block sizes and number of blocks."""
+
+    tp_size: int
+    stages: tuple[Apart | Pool, ...]
 
 
 @st.composite
-def _layout_names(draw: st.DrawFn, layer: ModelLayer) -> str:
-    if layer.kind == "opaque":
-        return "opaque"
-    if layer.kind == "latent":
-        return draw(st.sampled_from(("key_only", "LBNHC", "LBHNC")))
-    same = layer.head_size == layer.head_size_v
-    return draw(st.sampled_from(KV_LAYOUTS if same else KV_LAYOUTS[5:]))
+def _recipes(draw: st.DrawFn, model: tuple[ModelLayer, ...], other: Recipe | None = None) -> Recipe:
+    """A new one; or one like the other, but for the TP size or for the layouts of some stages."""
+    tp_size = draw(st.sampled_from(tp_sizes(model)))
+    if other and draw(st.booleans()):
+        stages = tuple(stage if draw(st.booleans()) else draw(_stages(stage.layers)) for stage in other.stages)
+        return Recipe(tp_size, stages)
+    cuts = sorted(draw(st.lists(st.integers(0, len(model)), max_size=draw(st.sampled_from((0, 1, 2))))))
+    parts = [model[begin:stop] for begin, stop in zip([0, *cuts], [*cuts, len(model)], strict=True)]
+    return Recipe(tp_size, tuple([draw(_stages(part)) for part in parts]))
 
 
-def _poolable(stage: tuple[ModelLayer, ...], block_sizes: list[int]) -> bool:
-    """Layers of one geometry, which vLLM keeps in one tensor."""
-    return len({(layer[2:], block_sizes[layer.group]) for layer in stage}) == 1 and stage[0].kind == "kv"
+@st.composite
+def _stages(draw: st.DrawFn, layers: tuple[ModelLayer, ...]) -> Apart | Pool:
+    alike = len({layer[2:] for layer in layers}) == 1 and layers[0].kind == "kv"
+    if alike and draw(st.booleans()):
+        return Pool(layers, draw(st.sampled_from((*PHYSICAL_ORDERS, *PHYSICAL_ORDERS[3:]))))
+    mixed = tuple(draw(st.permutations(layers)))
+    one_for_all = draw(st.booleans())
+    slots: list[Slot] = []
+    for layer in mixed:
+        like = next((slot for slot, seen in zip(slots, mixed, strict=False) if seen[2:] == layer[2:]), None)
+        slots.append(like if like and one_for_all else draw(_slots(layer)))
+    return Apart(mixed, tuple(slots))
 
 
-def _pool(draw: st.DrawFn, stage: tuple[ModelLayer, ...], num_blocks: int):  # type: ignore[no-untyped-def]
-    """One tensor in one of the six orders. The i-th layers of all groups lie at the same address."""
-    order = draw(st.sampled_from(PHYSICAL_ORDERS))
-    slots, counts = {}, {}
-    for layer in stage:
-        slots[layer.name] = counts.get(layer.group, 0)
-        counts[layer.group] = slots[layer.name] + 1
-    num_slots = max(counts.values())
-
-    def make(tp_rank: int, tp_size: int, block_sizes: list[int]) -> CacheLayout:
-        layer, block_size = stage[0], block_sizes[stage[0].group]
-        heads = _heads(layer, tp_rank, tp_size)
-        shape = (num_blocks, heads.count, block_size, layer.head_size + layer.head_size_v)
-        strides, layer_stride = physical_strides(order, shape, num_slots, layer.itemsize)
-        fields = fused(shape, strides, layer.head_size, layer.head_size_v, layer.itemsize)
-        made = tuple(
-            Layer(one.name, one.group, 0, slots[one.name] * layer_stride, num_blocks, block_size, "x", heads, fields)
-            for one in stage
-        )
-        return CacheLayout((Region(0, prod(shape) * num_slots * layer.itemsize),), made)
-
-    return make
+@st.composite
+def _slots(draw: st.DrawFn, layer: ModelLayer) -> Slot:
+    names = {"opaque": ("opaque",), "latent": ("key_only", "LBNHC", "LBHNC"), "kv": KV_LAYOUTS}[layer.kind]
+    if layer.head_size != layer.head_size_v and layer.kind == "kv":
+        names = KV_LAYOUTS[5:]
+    padding, ratio = draw(st.sampled_from((0, 0, 3, 8))), draw(st.sampled_from((1, 1, 2, 3)))
+    return Slot(draw(st.sampled_from(names)), padding, ratio, draw(st.integers(0, 1)))

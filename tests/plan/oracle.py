@@ -141,6 +141,8 @@ def judge(
 
 def _whole_tiles(field: Field, first: int, last: int) -> tuple[int, int]:
     """Bytes of an opaque tile stand at its first token; a tile is required if any of its tokens is."""
+    if first == last:
+        return first, last
     tile = min(axis.step for axis in field.axes if axis.dim == "token")
     return first // tile * tile, -(-last // tile) * tile
 

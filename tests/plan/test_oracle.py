@@ -6,12 +6,10 @@ import oracle
 import pytest
 from drawn import Situation, situations
 from golden import tables
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from kvferry.plan import compile, prove_shares
 from kvferry.topology import sources
-
-QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
 
 def transfer(situation: Situation) -> None:
@@ -29,14 +27,14 @@ def transfer(situation: Situation) -> None:
         oracle.run(layout, consumer.tables, tokens, plans, producer.tables)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=QUIET)
+@settings(max_examples=150)
 @given(situations())
 def test_every_byte_arrives_at_its_coordinate(situation: Situation) -> None:
     transfer(situation)
 
 
 @pytest.mark.wide
-@settings(max_examples=10_000, deadline=None, suppress_health_check=QUIET)
+@settings(max_examples=10_000)
 @given(situations())
 def test_every_byte_arrives_at_its_coordinate_wide(situation: Situation) -> None:
     transfer(situation)

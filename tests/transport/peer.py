@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import mmap
 import os
 import select
 import signal
@@ -44,6 +45,14 @@ class Peer:
 
     def progress(self, on: bool) -> None:
         self.progressing = on
+
+    def unmap(self, region: int, offset_bytes: int) -> None:
+        """Takes the pages of a region from an offset on away, as if they had been freed."""
+        address, page = self.buffers[region].ctypes.data, mmap.PAGESIZE
+        start = -(-(address + offset_bytes) // page) * page
+        length = -(-(address + self.buffers[region].nbytes) // page) * page - start
+        if ctypes.CDLL(None).munmap(ctypes.c_void_p(start), ctypes.c_size_t(length)) != 0:
+            raise OSError("munmap")
 
     def close(self) -> None:
         self.transport.close()

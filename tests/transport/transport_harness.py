@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 import json
 import mmap
 import os
@@ -11,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,11 +24,11 @@ from kvferry.layout import Region
 from kvferry.transport.base import Batch, Handle, PeerLost, State, Status, Transport
 from kvferry.transport.registry import make
 
-SIZES = (4 << 20, 1 << 20)
+SIZES = (2 << 20, 1 << 20)
 """Bytes of the regions that both sides register."""
-BOUND_S = 30.0
+BOUND_S = 60.0
 """Longest wait for anything; far above what is seen, so that it tells a hang and not a slow machine."""
-SLOT = 400
+SLOT = 200
 """Scattered descriptors lie in slots of so many bytes, one in each, so that they never overlap."""
 
 
@@ -44,6 +47,7 @@ class PeerProcess:
 
     def __init__(self, kit: Kit) -> None:
         self.kit = kit
+        self.record = b""
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("peer.py"))],
             stdin=subprocess.PIPE,
@@ -70,9 +74,10 @@ class PeerProcess:
         return answer["ok"]
 
     def start(self, sizes: tuple[int, ...] = SIZES) -> bytes:
-        return bytes.fromhex(
-            self.call("start", name=self.kit.name, options=self.kit.options, memory=self.kit.memory, sizes=sizes)
-        )
+        kit = self.kit
+        answer = self.call("start", name=kit.name, options=kit.options, memory=kit.memory, sizes=sizes)
+        self.record = bytes.fromhex(answer)
+        return self.record
 
     def digest(self, region: int) -> str:
         return str(self.call("digest", region=region))
@@ -81,6 +86,9 @@ class PeerProcess:
         """SIGSTOP, and wait until it has stopped."""
         os.kill(self.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""
@@ -108,6 +116,7 @@ class Side:
         return [buffer.tobytes() for buffer in self.buffers]
 
 
+@functools.lru_cache(maxsize=64)
 def pattern(seed: int, size: int) -> np.ndarray:
     """Bytes that both sides can make."""
     return np.frombuffer(np.random.default_rng(seed).bytes(size), dtype=np.uint8)
@@ -134,11 +143,11 @@ def batch(local: Any, remote: Any, lengths: Any, regions: tuple[int, int] = (0, 
 
 
 def scattered(count: int, size: int, seed: int) -> Batch:
-    """`count` descriptors of 1 to 200 bytes at odd places in other orders on the two sides."""
+    """`count` descriptors of 1 to 100 bytes at odd places in other orders on the two sides."""
     rng = np.random.default_rng(seed)
     slots = size // SLOT
-    lengths = rng.integers(1, 201, count)
-    local, remote = (rng.permutation(slots)[:count] * SLOT + rng.integers(0, 200, count) for _ in range(2))
+    lengths = rng.integers(1, 101, count)
+    local, remote = (rng.permutation(slots)[:count] * SLOT + rng.integers(0, 100, count) for _ in range(2))
     return batch(local, remote, lengths)
 
 
@@ -162,18 +171,28 @@ def moved(target: np.ndarray, source: np.ndarray, target_offsets: Any, source_of
 
 def settle(transport: Transport, handle: Handle) -> Status:
     """Polls until it is no longer PENDING."""
-    end = time.monotonic() + BOUND_S
-    while (status := transport.poll(handle)).state is State.PENDING:
-        assert time.monotonic() < end, "still PENDING"
-        time.sleep(0.0005)
+    for _ in waiting("still PENDING"):
+        status = transport.poll(handle)
+        if status.state is not State.PENDING:
+            break
     return status
 
 
 def give_back(transport: Transport, handle: Handle) -> None:
+    """Releases until the transport says that nothing of it can still move bytes."""
+    for _ in waiting("release does not come to an end"):
+        if transport.release(handle):
+            break
+
+
+def waiting(what: str) -> Iterator[int]:
+    """Rounds of a loop that must end: at once at first, then with a pause; fails with `what` at the bound."""
     end = time.monotonic() + BOUND_S
-    while not transport.release(handle):
-        assert time.monotonic() < end, "release does not come to an end"
-        time.sleep(0.0005)
+    for round_ in itertools.count():
+        yield round_
+        assert time.monotonic() < end, what
+        if round_ > 100:
+            time.sleep(0.0005)
 
 
 def finish(transport: Transport, handle: Handle) -> None:

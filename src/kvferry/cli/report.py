@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol
 
@@ -11,6 +12,8 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
+
+View = Callable[[int], RenderableType]  # makes what is shown for a terminal of so many columns
 
 
 class Reporter(Protocol):
@@ -22,7 +25,7 @@ class Reporter(Protocol):
     def state(self, name: str, text: str, done: bool = False) -> None:
         """What `name` is doing now, or that it is done."""
 
-    def show(self, view: RenderableType | None) -> None:
+    def show(self, view: View | None) -> None:
         """A view below the states that is shown while work goes on (a table that fills); None takes it away."""
 
 
@@ -33,7 +36,7 @@ class Silent:
 
     def state(self, name: str, text: str, done: bool = False) -> None: ...
 
-    def show(self, view: RenderableType | None) -> None: ...
+    def show(self, view: View | None) -> None: ...
 
 
 class Plain:
@@ -53,7 +56,7 @@ class Plain:
             self._states[name] = text
             self.say(f"{name}: {text}")
 
-    def show(self, view: RenderableType | None) -> None: ...
+    def show(self, view: View | None) -> None: ...
 
 
 class LiveView:
@@ -63,7 +66,7 @@ class LiveView:
         self._console = console
         self._states: dict[str, tuple[str, bool, float]] = {}
         self._spinner = Spinner("dots")
-        self._view: RenderableType | None = None
+        self._view: View | None = None
         self._live = Live(console=console, refresh_per_second=8, transient=True, get_renderable=self._render)
 
     def __enter__(self) -> LiveView:
@@ -86,7 +89,7 @@ class LiveView:
             )
         self._states[name] = (text, done, since_s)
 
-    def show(self, view: RenderableType | None) -> None:
+    def show(self, view: View | None) -> None:
         self._view = view
 
     def _render(self) -> RenderableType:
@@ -95,7 +98,7 @@ class LiveView:
         for name, (text, done, since_s) in self._states.items():
             if not done:
                 rows.add_row(self._spinner, Text(name, "bold"), Text(text), Text(f"{now_s - since_s:.0f} s", "dim"))
-        return Group(rows, self._view) if self._view is not None else rows
+        return Group(rows, self._view(self._console.width)) if self._view is not None else rows
 
 
 def reporter_for(console: Console) -> Plain | LiveView:

@@ -8,12 +8,9 @@ so that nobody has to wait for a time-out to learn of it. Frames are opaque here
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
-import itertools
 import math
 import os
-import struct
 import threading
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
@@ -22,30 +19,25 @@ import zmq
 
 from kvferry.control import addresses
 from kvferry.control.addresses import AddressError, AllowedRanges
+from kvferry.control.connection import (
+    BATCH,
+    DIALLER_EVENTS,
+    Context,
+    DialledPeer,
+    Limits,
+    ListenerWatch,
+    Monitor,
+    Socket,
+    take,
+)
 from kvferry.control.security import Security, ZapServer
 
 __all__ = ["AddressError", "Backlog", "Endpoint", "Event", "FrameTooLarge", "Limits", "Lost", "Received", "Route"]
 
 DEFAULT_MAX_FRAME_BYTES = 8 << 20
 
-_Socket: TypeAlias = "zmq.Socket[bytes]"
-_Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
-
-_BATCH = 64
-"""Messages taken from one socket per `receive`, so that none starves the others."""
 _NEVER_MS = 3_600_000
 """A lost connection is closed long before; ZMQ's own reconnecting would hide that it was lost."""
-_HANDSHAKE_FAILURES = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
-_DIALLER_EVENTS = (
-    zmq.EVENT_CLOSED
-    | zmq.EVENT_CONNECT_RETRIED
-    | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_DISCONNECTED
-    | _HANDSHAKE_FAILURES
-)
-_LISTENER_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILURES
 
 
 class Backlog(RuntimeError):
@@ -79,85 +71,6 @@ class Lost(NamedTuple):
 Event: TypeAlias = Received | Lost
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """Bounds of an endpoint.
-
-    high_water_messages: kept per connection and direction before `Backlog`. max_peers: addresses dialled at a time.
-    connect_s, handshake_s: how long either may take. heartbeat_s: how often a quiet connection is probed.
-    linger_s: how long `close` tries to deliver what was accepted.
-    """
-
-    high_water_messages: int = 1000
-    max_peers: int = 1024
-    connect_s: float = 3.0
-    handshake_s: float = 5.0
-    heartbeat_s: float = 3.0
-    linger_s: float = 0.2
-
-    @property
-    def silence_s(self) -> float:
-        """A peer that neither answers a probe nor reads for this long is lost: noticed in heartbeat_s + silence_s."""
-        return 3 * self.heartbeat_s
-
-
-class _Monitor:
-    """What libzmq says happens to one socket's connections."""
-
-    _numbers = itertools.count()
-
-    def __init__(self, context: _Context, watched: _Socket, events: int) -> None:
-        address = f"inproc://monitor-{next(self._numbers)}"
-        watched.monitor(address, events)
-        self.socket = context.socket(zmq.PAIR)
-        # On a full monitor libzmq's I/O thread would block, holding a lock that closing needs.
-        self.socket.set(zmq.RCVHWM, 0)
-        self.socket.connect(address)
-
-    def read(self) -> Iterator[tuple[int, int]]:
-        """Events waiting now, at most a batch: (event, value). What the value means depends on the event."""
-        for frames in _take(self.socket):
-            yield struct.unpack("=Hi", frames[0])
-
-
-class _Peer:
-    """One connection that we dialled."""
-
-    def __init__(self, address: str, socket: _Socket, monitor: _Monitor, limits: Limits) -> None:
-        self.address = address
-        self.socket = socket
-        self.monitor = monitor
-        self.lost_reason: str | None = None
-        self._limits = limits
-        self._established = False
-
-    def watch(self) -> None:
-        """Reads the monitor; the first event that ends the connection gives the reason."""
-        for event, value in self.monitor.read():
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._established = True
-            else:
-                self.lost_reason = self.lost_reason or self._reason(event, value)
-
-    def _reason(self, event: int, value: int) -> str:
-        if event in (zmq.EVENT_CLOSED, zmq.EVENT_CONNECT_RETRIED):
-            return f"can't connect: refused, not reachable or silent for {self._limits.connect_s:g} s"
-        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            return f"the peer refused our key (status {value})"
-        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-            if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
-                return "one side has a secret and the other has none"
-            return f"the handshake broke ZMTP's rules (0x{value:x})"
-        if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and value == errno.EAGAIN:
-            return f"no handshake within {self._limits.handshake_s:g} s"
-        if self._established:
-            return f"the connection ended: peer closed it, or was silent for {self._limits.silence_s:g} s"
-        return (
-            "the peer closed the connection during the handshake: it has another secret, or only one side has any, or"
-            " it is no kvferry endpoint"
-        )
-
-
 class Endpoint:
     """Sends to and receives from any number of peers. One thread uses it; only `wake` may be called from others.
 
@@ -177,6 +90,9 @@ class Endpoint:
 
         Raises AddressError for a host that can't be bound or a port in use.
         """
+        numeric = addresses.advertised_host(host, {})
+        if not security.protects(numeric):
+            raise AddressError(f"host {numeric} is not loopback and there is no secret: set KVFERRY_SECRET")
         self.max_frame_bytes = max_frame_bytes
         self.counters = dict.fromkeys(
             ("malformed", "oversized", "handshake_failed", "disconnected", "unroutable", "backlog"), 0
@@ -184,25 +100,22 @@ class Endpoint:
         self._security = security
         self._allowed = allowed
         self._limits = limits or Limits()
-        self._peers: dict[str, _Peer] = {}
-        self._open_connections: dict[int, int] = {}
-        self._handshakes = 0
-        self._unattributed_failures = 0
+        self._peers: dict[str, DialledPeer] = {}
         self._wake_lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._context: _Context = zmq.Context()
+        self._context: Context = zmq.Context()
         # A dialled peer takes three: its DEALER and both ends of the monitor.
         self._context.set(zmq.MAX_SOCKETS, 3 * self._limits.max_peers + 16)
         try:
             self._zap = ZapServer(self._context, security)
-            self._listener = self._make_socket(zmq.ROUTER, host)
-            self._monitor = _Monitor(self._context, self._listener, _LISTENER_EVENTS)
-            self.address = self._listen(host, port)
+            self._listener = self._make_socket(zmq.ROUTER, numeric)
+            self._watch = ListenerWatch(self._context, self._listener, self.counters)
+            self.address = self._listen(numeric, port)
         except BaseException:
             self.close()
             raise
         self._poller = zmq.Poller()
-        for readable in (self._wake_fd, self._zap.socket, self._monitor.socket, self._listener):
+        for readable in (self._wake_fd, self._zap.socket, self._watch.socket, self._listener):
             self._poller.register(readable, zmq.POLLIN)
 
     @property
@@ -219,8 +132,8 @@ class Endpoint:
     def dial(self, address: str, key_id: str | None = None) -> None:
         """Starts a connection unless there is one. Never blocks; the outcome is silence, or a `Lost` later.
 
-        key_id: names the peer's key, from its record; None or empty: our first. Raises AddressError (a form, a range, a name
-        instead of a number, a key that we do not have, no secret for a host that is not loopback, too many peers).
+        key_id: names the peer's key, from its record; None or empty: our first. Raises AddressError: a bad form, out
+        of range, a name instead of a number, an unknown key, no secret though it is not loopback, too many peers.
         """
         if address not in self._peers:
             self._peers[address] = self._connect(address, key_id)
@@ -267,9 +180,9 @@ class Endpoint:
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
         if self._zap.socket in ready:
-            self._zap.serve(_BATCH)
-        if self._monitor.socket in ready:
-            self._watch_listener()
+            self._zap.serve(BATCH)
+        if self._watch.socket in ready:
+            self._watch.read()
         events: list[Event] = []
         if self._listener in ready:
             events += self._receive_routed()
@@ -294,10 +207,7 @@ class Endpoint:
         self._peers.clear()
         self._context.destroy(linger=round(self._limits.linger_s * 1000))
 
-    def _listen(self, host: str, port: int) -> str:
-        numeric = addresses.advertised_host(host, {})
-        if not self._security.protects(numeric):
-            raise AddressError(f"host {numeric} is not loopback and there is no secret")
+    def _listen(self, numeric: str, port: int) -> str:
         try:
             self._listener.bind(addresses.join(numeric, port))
         except zmq.ZMQError as error:
@@ -305,7 +215,7 @@ class Endpoint:
         bound = self._listener.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         return addresses.join(numeric, addresses.parse(bound)[1])
 
-    def _connect(self, address: str, key_id: str | None) -> _Peer:
+    def _connect(self, address: str, key_id: str | None) -> DialledPeer:
         host, _ = addresses.parse(address)
         if not addresses.is_numeric(host):
             raise AddressError(f"{address!r}: looking up a name would block; the address of a peer must be numeric")
@@ -322,18 +232,18 @@ class Endpoint:
             self._poller.register(readable, zmq.POLLIN)
         return peer
 
-    def _make_peer(self, address: str, target: str, key_id: str | None) -> _Peer:
+    def _make_peer(self, address: str, target: str, key_id: str | None) -> DialledPeer:
         with contextlib.ExitStack() as on_failure:
             socket = self._make_socket(zmq.DEALER, addresses.parse(target)[0])
             on_failure.callback(socket.close, linger=0)
             self._security.secure_dialler(socket, key_id)
-            monitor = _Monitor(self._context, socket, _DIALLER_EVENTS)
+            monitor = Monitor(self._context, socket, DIALLER_EVENTS)
             on_failure.callback(monitor.socket.close, linger=0)
             socket.connect(target)
             on_failure.pop_all()
-        return _Peer(address, socket, monitor, self._limits)
+        return DialledPeer(address, socket, monitor, self._limits)
 
-    def _make_socket(self, kind: int, host: str) -> _Socket:
+    def _make_socket(self, kind: int, host: str) -> Socket:
         socket = self._context.socket(kind)
         limits = self._limits
         options = {
@@ -359,19 +269,19 @@ class Endpoint:
         return socket
 
     def _receive_routed(self) -> Iterator[Received]:
-        for identity, *frames in _take(self._listener):
+        for identity, *frames in take(self._listener):
             if self._is_sound(frames):
                 yield Received(Route(identity), frames[0])
 
-    def _receive_from(self, peer: _Peer) -> Iterator[Event]:
+    def _receive_from(self, peer: DialledPeer) -> Iterator[Event]:
         # The monitor first: what a peer sent before it was lost is then already in its DEALER.
         peer.watch()
         taken = 0
-        for frames in _take(peer.socket):
+        for frames in take(peer.socket):
             taken += 1
             if self._is_sound(frames):
                 yield Received(peer.address, frames[0])
-        if peer.lost_reason and taken < _BATCH:
+        if peer.lost_reason and taken < BATCH:
             self.forget(peer.address)
             yield Lost(peer.address, peer.lost_reason)
 
@@ -384,38 +294,6 @@ class Endpoint:
         else:
             return True
         return False
-
-    def _watch_listener(self) -> None:
-        """Counts connections that ended, before or after their handshake.
-
-        Only ACCEPTED and DISCONNECTED say which connection is meant (by its descriptor), and strangers that do not
-        even speak ZMTP cause no failure event. So a connection during which no handshake succeeded has failed.
-        """
-        for event, value in self._monitor.read():
-            if event == zmq.EVENT_ACCEPTED:
-                self._open_connections[value] = self._handshakes
-            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._handshakes += 1
-            elif event != zmq.EVENT_DISCONNECTED:
-                self.counters["handshake_failed"] += 1
-                self._unattributed_failures += 1
-            else:
-                handshakes_before = self._open_connections.pop(value, None)
-                if self._unattributed_failures:
-                    self._unattributed_failures -= 1
-                elif handshakes_before == self._handshakes:
-                    self.counters["handshake_failed"] += 1
-                else:
-                    self.counters["disconnected"] += 1
-
-
-def _take(socket: _Socket) -> Iterator[list[bytes]]:
-    """Messages that wait on a socket, at most a batch."""
-    for _ in range(_BATCH):
-        try:
-            yield socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return
 
 
 def _ms(seconds: float) -> int:

@@ -21,6 +21,7 @@ from kvferry.control.addresses import AddressError, is_loopback
 MIN_SECRET_BYTES = 16
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"kvferry"
+"""Set on open sockets too: it makes libzmq refuse ZMTP 1.0, in which any bytes pass for frames."""
 _SALT = b"kvferry control 1"
 _KEY_BYTES = 32
 _KEY_ID_BYTES = 8
@@ -115,7 +116,6 @@ class Security:
 
     def secure_listener(self, listener: zmq.Socket[bytes]) -> None:
         """Before bind: only peers that the ZAP server admits get in."""
-        # A domain also turns ZAP on for open listeners, which keeps out the unframed ZMTP 1.0 (and so, plain garbage).
         listener.set(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
         if self._keys:
             listener.set(zmq.CURVE_SERVER, 1)
@@ -123,6 +123,7 @@ class Security:
 
     def secure_dialler(self, dialler: zmq.Socket[bytes], key_id: str | None) -> None:
         """Before connect: expect the server key of `key_id` (None or empty: of our first secret). Raises UnknownKey."""
+        dialler.set(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
         key = self._key(key_id)
         if key is not None:
             dialler.set(zmq.CURVE_SERVERKEY, key.server_public)

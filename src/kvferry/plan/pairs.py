@@ -45,6 +45,8 @@ class PairPlan:
         if not 0 <= first_token <= end_token:
             raise Refusal("tokens", f"first_token {first_token}", f"end_token {end_token}")
         _check_groups(self.groups, consumer_tables, producer_tables)
+        if first_token == end_token:
+            return TransferPlan((), 0, 0, (end_token,) * len(self.units))
         consumer_ids = [np.asarray(table.block_ids, dtype=np.int64) for table in consumer_tables]
         producer_ids = [np.asarray(table.block_ids, dtype=np.int64) for table in producer_tables]
         matched: dict[tuple[int, int], Chunks] = {}

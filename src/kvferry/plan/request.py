@@ -83,13 +83,12 @@ class Span(NamedTuple):
 
 
 def match(group: Group, chunk: int, consumer_ids: Ints, producer_ids: Ints, first_token: int, end_token: int) -> Chunks:
-    """Pair blocks by token position, chunk by chunk; a chunk is part of one block on either side.
+    """Pair blocks by token position, chunk by chunk; a chunk is part of one block on either side. Not for no tokens.
 
     Raises Refusal where a table is too short, an id is out of range, a destination is named twice, or a block is
     wanted that the producer does not have.
     """
-    behind = -(-end_token // chunk) if end_token > first_token else 0
-    numbers = np.arange(first_token // chunk, behind, dtype=np.int64)
+    numbers = np.arange(first_token // chunk, -(-end_token // chunk), dtype=np.int64)
     wanted, consumer_positions = np.divmod(numbers, group.consumer_block_size // chunk)
     _check_length(group, "consumer", wanted, consumer_ids)
     keep = consumer_ids[wanted] != -1

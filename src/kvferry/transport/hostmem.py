@@ -13,7 +13,7 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -47,15 +47,48 @@ def host_id() -> str:
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
 
 
-def start_time(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None when it is gone or a zombie."""
+class _Stat(NamedTuple):
+    """From /proc/PID/stat."""
+
+    state: str
+    num_threads: int
+    start_time: int
+
+
+def start_time(pid: int) -> int:
+    """When the process started, in clock ticks since boot; 0 when there is none that can be seen."""
+    stat_now = _stat(pid)
+    return stat_now.start_time if stat_now else 0
+
+
+def process_gone(pid: int, started: int) -> bool:
+    """Whether the process that started then is proven gone, its memory with it; a pid used again is not it."""
+    now = _stat(pid)
+    if now is None:
+        return not _exists(pid)
+    # A zombie with more threads is one whose first thread alone has ended.
+    return now.start_time != started or (now.state in "ZX" and now.num_threads <= 1)
+
+
+def _stat(pid: int) -> _Stat | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
     # The second field is the program's name in brackets and may hold anything, brackets too.
-    state, *rest = text[text.rindex(b")") + 2 :].split()
-    return None if state in (b"Z", b"X") else int(rest[18])
+    fields = text[text.rindex(b")") + 2 :].split()
+    return _Stat(fields[0].decode(), int(fields[17]), int(fields[19]))
+
+
+def _exists(pid: int) -> bool:
+    """Also true for a process that /proc hides from this user."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def ptrace_scope() -> str:

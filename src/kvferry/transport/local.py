@@ -85,9 +85,8 @@ class LocalPeer:
         """Raises PeerLost when the process is gone (a pid used again is not it) or has closed its transport."""
         if not self._connected:
             raise PeerLost(f"{self.name}: disconnected")
-        started = hostmem.start_time(self._record.pid)
-        if started != self._record.start_time:
-            raise PeerLost(f"{self.name}: process started at {self._record.start_time}, now {started or 'gone'}")
+        if hostmem.process_gone(self._record.pid, self._record.start_time):
+            raise PeerLost(f"{self.name}: the process that started at {self._record.start_time} is gone")
         if self._same_process:
             if self._record.token not in _here:
                 raise PeerLost(f"{self.name}: its transport is closed")
@@ -231,7 +230,7 @@ class LocalTransport:
                 kind=_KIND,
                 host=self._host,
                 pid=pid,
-                start_time=hostmem.start_time(pid) or 0,
+                start_time=hostmem.start_time(pid),
                 uid=os.getuid(),
                 token=self._token.raw,
                 token_address=ctypes.addressof(self._token),

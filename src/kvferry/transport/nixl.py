@@ -9,24 +9,26 @@ others may be under way, and it gives a request in progress back without waiting
 `release` says True only for
   - a transfer seen DONE, or one of which nothing was posted;
   - a write, once the peer's process is gone (seen on this host only), since its memory is;
-  - a read, once the peer's process is gone and all that it sent was taken in, on a host without an RDMA device and
-    between CPU memory: bytes then land only inside calls into the library.
-Otherwise it stays False until `close`, which destroys the endpoints and registrations: that is the fence.
+  - a read, once NIXL has reported its failure and the peer's process is gone (on this host), between CPU memory on a
+    host without an RDMA device: bytes then land only inside calls into the library, and nobody sends any.
+Otherwise it stays False. `close` destroys this side's endpoints and registrations, which fences reads between CPU
+memory; a write may still wait in the network or in the target, and a GPU may still copy, so those stay False after it.
 """
 
 from __future__ import annotations
 
-import hashlib
+import importlib
 import importlib.metadata
+import importlib.util
 import os
 import secrets
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from kvferry.layout import Region
 from kvferry.transport import hostmem
@@ -34,7 +36,6 @@ from kvferry.transport.base import (
     BadTransfer,
     Batch,
     Handle,
-    Offsets,
     Peer,
     PeerLost,
     State,
@@ -44,25 +45,10 @@ from kvferry.transport.base import (
     TransportUnavailable,
 )
 from kvferry.transport.batches import check_batches
+from kvferry.transport.nixl_data import KIND, MemoryPair, Record, Rows, by_memory, decode, digest_of, memory_of
 
-_KIND = "kvferry-nixl/1"
+_WHEELS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 _RDMA_DEVICES = Path("/sys/class/infiniband")
-_Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-
-
-class _Record(msgspec.Struct, frozen=True):
-    """What a peer needs. agent: NIXL's name of this incarnation; digest: of the metadata, which NIXL parses in C++."""
-
-    kind: str
-    version: str
-    backend: str
-    agent: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
-    host: str
-    pid: _Natural
-    start_time: _Natural
-    regions: tuple[Region, ...]
-    metadata: bytes
-    digest: bytes
 
 
 class _Remote:
@@ -76,7 +62,7 @@ class _Remote:
 class NixlPeer:
     """A connected worker."""
 
-    def __init__(self, record: _Record, remote: _Remote, here: str) -> None:
+    def __init__(self, record: Record, remote: _Remote, here: str) -> None:
         self.record = record
         self.remote = remote
         self.connected = True
@@ -88,7 +74,7 @@ class NixlPeer:
 
     def process_gone(self) -> bool:
         """Whether its process is proven gone; never proven from another host."""
-        return self._same_host and hostmem.start_time(self.record.pid) != self.record.start_time
+        return self._same_host and hostmem.process_gone(self.record.pid, self.record.start_time)
 
     def check_alive(self) -> None:
         """Raises PeerLost for a peer that is known to be gone."""
@@ -104,12 +90,14 @@ class NixlHandle:
     """One posted transfer.
 
     pending: NIXL's requests that are not finished. failure: why it failed, or empty. maybe_moving: some of it may be
-    under way that NIXL no longer tells about. quiet_by_death: whether the end of the peer's process ends it too.
+    under way that NIXL no longer tells about. quiet_by_death, quiet_by_close: what ends that as well, the end of the
+    peer's process or the close of this transport.
     """
 
-    def __init__(self, peer: NixlPeer, quiet_by_death: bool) -> None:
+    def __init__(self, peer: NixlPeer, *, quiet_by_death: bool, quiet_by_close: bool) -> None:
         self.peer = peer
         self.quiet_by_death = quiet_by_death
+        self.quiet_by_close = quiet_by_close
         self.pending: list[Any] = []
         self.failure = ""
         self.maybe_moving = False
@@ -153,7 +141,7 @@ class NixlTransport:
         if self._regions:
             raise TransportError(f"nixl: register: {len(self._regions)} regions are registered already")
         for i, region in enumerate(regions):
-            kind, device = _memory(region, f"region {i}")
+            kind, device = memory_of(region, f"region {i}")
             if region.length_bytes <= 0:
                 raise TransportError(f"nixl: region {i} has length {region.length_bytes}")
             row = np.array([[region.address, region.length_bytes, device]], dtype=np.uint64)
@@ -169,31 +157,31 @@ class NixlTransport:
             raise TransportError("nixl: record: nothing is registered")
         metadata = bytes(agent.get_agent_metadata())
         return msgspec.msgpack.encode(
-            _Record(
-                kind=_KIND,
+            Record(
+                kind=KIND,
                 version=self._version,
                 backend=self._backend,
                 agent=self._agent_name,
                 host=self._host,
                 pid=os.getpid(),
-                start_time=hostmem.start_time(os.getpid()) or 0,
+                start_time=hostmem.start_time(os.getpid()),
                 regions=self._regions,
                 metadata=metadata,
-                digest=_digest(metadata),
+                digest=digest_of(metadata),
             )
         )
 
     def reaches(self, record: bytes) -> bool:
         """Whether the peer speaks the same NIXL and backend. The network itself is tried by the first transfer."""
         try:
-            self._check_same(_decode(record))
+            self._check_same(decode(record))
         except TransportError:
             return False
         return True
 
     def connect(self, record: bytes) -> NixlPeer:
         agent = self._open_agent()
-        decoded = _decode(record)
+        decoded = decode(record)
         self._check_same(decoded)
         remote = self._remotes.get(decoded.agent, _Remote())
         peer = NixlPeer(decoded, remote, self._host)
@@ -228,17 +216,15 @@ class NixlTransport:
         if not isinstance(handle, NixlHandle) or handle not in self._handles:
             return True
         self._drive(handle)
-        if (handle.pending or handle.maybe_moving) and not self._quiet_by_death(handle):
+        if handle.pending or (handle.maybe_moving and not self._quiet_by_death(handle)):
             return False
-        for request in list(handle.pending):
-            self._give_back(handle, request)
         self._handles.discard(handle)
         return True
 
     def progress(self) -> None:
         if self._agent is not None:
-            # Notifications themselves are not used; asking for them is what drives the library.
-            self._agent.get_new_notifs()
+            # Asking for notifications, which are not used, drives the library; an error shows in the transfer it is of.
+            _quietly(self._agent.get_new_notifs)
 
     def disconnect(self, peer: Peer) -> None:
         if isinstance(peer, NixlPeer) and peer.connected:
@@ -246,16 +232,18 @@ class NixlTransport:
             self._leave(peer)
 
     def close(self) -> None:
-        """Frees all, also what is in progress: the endpoints and registrations through which bytes could land end."""
+        """Frees all, also what is in progress; of that, what is not quiet by it stays a live handle for `release`."""
         if self._agent is None:
             return
         agent, self._agent = self._agent, None
         for handle in self._handles:
-            handle.failure = handle.failure or "nixl: the transport is closed"
+            if handle.pending:
+                handle.failure = handle.failure or "nixl: the transport was closed"
+                handle.maybe_moving = True
             for request in handle.pending:
                 _quietly(request.release)
             handle.pending.clear()
-        self._handles.clear()
+        self._handles = {handle for handle in self._handles if handle.maybe_moving and not handle.quiet_by_close}
         for name in self._remotes:
             _quietly(agent.remove_remote_agent, name)
         self._remotes.clear()
@@ -269,7 +257,7 @@ class NixlTransport:
             raise TransportError("nixl: the transport is closed")
         return self._agent
 
-    def _check_same(self, record: _Record) -> None:
+    def _check_same(self, record: Record) -> None:
         if record.backend != self._backend:
             raise TransportError(f"nixl: backend of the peer is {record.backend!r}, here {self._backend!r}")
         # The metadata's format has changed between minor versions.
@@ -282,16 +270,16 @@ class NixlTransport:
             raise BadTransfer(f"nixl: {type(peer).__name__} is no peer of this transport")
         checked = check_batches(batches, self._regions, peer.record.regions)
         peer.check_alive()
-        kinds = _by_memory(checked, self._regions, peer.record.regions)
-        only_cpu = set(kinds) <= {("DRAM", "DRAM")} and not _has_rdma()
-        handle = NixlHandle(peer, quiet_by_death=write or only_cpu)
+        kinds = by_memory(checked, self._regions, peer.record.regions)
+        cpu_read = not write and set(kinds) <= {("DRAM", "DRAM")}
+        handle = NixlHandle(peer, quiet_by_death=write or (cpu_read and not _has_rdma()), quiet_by_close=cpu_read)
         requests = self._prepare(peer, kinds, "WRITE" if write else "READ")
         self._start(handle, requests)
         self._handles.add(handle)
         peer.remote.users += bool(handle.pending)
         return handle
 
-    def _prepare(self, peer: NixlPeer, kinds: _ByMemory, operation: str) -> list[Any]:
+    def _prepare(self, peer: NixlPeer, kinds: dict[MemoryPair, tuple[Rows, Rows]], operation: str) -> list[Any]:
         agent = self._open_agent()
         requests: list[Any] = []
         try:
@@ -350,7 +338,7 @@ class NixlTransport:
     def _quiet_by_death(self, handle: NixlHandle) -> bool:
         if not handle.quiet_by_death or not handle.peer.process_gone():
             return False
-        # What it sent before its end lies in our sockets: take that in.
+        # The library has seen the connection end, after all that was sent on it; this lets it finish with it.
         self.progress()
         return True
 
@@ -362,72 +350,16 @@ class NixlTransport:
             _quietly(self._agent.remove_remote_agent, peer.record.agent)
 
 
-_Rows = npt.NDArray[np.uint64]
-_ByMemory = dict[tuple[str, str], tuple[_Rows, _Rows]]
-
-
-def _by_memory(batches: Sequence[Batch], local: Sequence[Region], remote: Sequence[Region]) -> _ByMemory:
-    """Descriptors as NIXL wants them, (n, 3) of address, length, device; one list for each pair of memory kinds."""
-    rows: dict[tuple[str, str], list[tuple[_Rows, _Rows]]] = {}
-    for batch in batches:
-        here, there = local[batch.local_region], remote[batch.remote_region]
-        (local_kind, local_device), (remote_kind, remote_device) = _memory(here, "local"), _memory(there, "remote")
-        rows.setdefault((local_kind, remote_kind), []).append(
-            (
-                _rows(here.address, batch.local_offsets, batch.lengths, local_device),
-                _rows(there.address, batch.remote_offsets, batch.lengths, remote_device),
-            )
-        )
-    return {
-        kinds: (np.concatenate([here for here, _ in pairs]), np.concatenate([there for _, there in pairs]))
-        for kinds, pairs in rows.items()
-    }
-
-
-def _rows(base: int, offsets: Offsets, lengths: Offsets, device: int) -> _Rows:
-    rows = np.empty((len(lengths), 3), dtype=np.uint64)
-    rows[:, 0] = offsets.astype(np.uint64) + np.uint64(base)
-    rows[:, 1] = lengths
-    rows[:, 2] = device
-    return rows
-
-
-def _memory(region: Region, what: str) -> tuple[str, int]:
-    """NIXL's kind of memory and device number of a region."""
-    kind, _, number = region.device.partition(":")
-    if kind == "cpu":
-        return "DRAM", 0
-    if kind == "cuda" and (number or "0").isdecimal():
-        return "VRAM", int(number or "0")
-    raise TransportError(f"nixl: {what}: device {region.device!r} is neither 'cpu' nor 'cuda:N'")
-
-
-def _decode(record: bytes) -> _Record:
-    try:
-        decoded = msgspec.msgpack.decode(record, type=_Record)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadTransfer(f"nixl: malformed record of {len(record)} bytes: {error}") from error
-    if decoded.kind != _KIND:
-        raise BadTransfer(f"nixl: record of kind {decoded.kind!r}, expected {_KIND!r}")
-    if decoded.digest != _digest(decoded.metadata):
-        raise BadTransfer(f"nixl: digest of the record's metadata of {len(decoded.metadata)} bytes does not match")
-    for i, region in enumerate(decoded.regions):
-        if not (0 <= region.address < 2**63 and 0 < region.length_bytes < 2**63):
-            raise BadTransfer(f"nixl: record's region {i}: address {region.address}, length {region.length_bytes}")
-        _memory(region, f"record's region {i}")
-    return decoded
-
-
-def _digest(metadata: bytes) -> bytes:
-    return hashlib.blake2b(metadata, digest_size=16).digest()
-
-
 def _import_nixl() -> Any:
     try:
-        import nixl._api as api
+        # The package picks one of its wheels by the CUDA in use, and imports torch, for seconds, to find that out.
+        # Where no such library is loaded the memory is the CPU's, and any wheel will do.
+        if sys.modules.keys().isdisjoint(("torch", "cupy", "cuda.bindings")):
+            wheel = next((wheel for wheel in _WHEELS if importlib.util.find_spec(wheel)), "nixl")
+            return importlib.import_module(f"{wheel}._api")
+        return importlib.import_module("nixl._api")
     except ImportError as error:
         raise TransportUnavailable(f"nixl: {error}. Install it: pip install 'kvferry[nixl]'") from error
-    return api
 
 
 def _make_agent(api: Any, name: str, backend: str, params: Mapping[str, str]) -> Any:

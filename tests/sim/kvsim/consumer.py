@@ -454,6 +454,8 @@ class Consumer(Process):
         self.do(lambda: self.driver.feed(PeerLost(address, "connection lost")))
 
     def check_end(self) -> None:
+        if not self.is_alive:
+            return
         for request in self.requests.values():
             check(request.is_over, "rule 4", f"request {request.claim_id} never ended: {request}")
         check(not self.owners, "leak", f"{self.name} never got back {sorted(self.owners)}")

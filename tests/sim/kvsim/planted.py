@@ -13,7 +13,7 @@ from kvferry.protocol.events import Note, Quieted, Report
 from kvferry.protocol.fanin import ReleaseSet
 from kvferry.protocol.hold import ClaimState, Hold, HoldTrigger
 from kvferry.protocol.lease import Leases
-from kvferry.protocol.load import Granted, Job
+from kvferry.protocol.load import Job
 from kvferry.protocol.loader import Loader
 from kvferry.protocol.parking import Parking
 from kvferry.protocol.producer import ProducerEngine
@@ -157,6 +157,11 @@ def lease_counted_from_grant() -> AbstractContextManager[Any]:
     )
 
 
+def margin_forgotten() -> AbstractContextManager[Any]:
+    """Time is trusted to the last moment of the lease, as if all clocks ran alike."""
+    return patch.object(Leases, "is_fresh", lambda self, sent_at, seen_at, lease_s: seen_at < sent_at + lease_s)
+
+
 def called_quiet() -> AbstractContextManager[Any]:
     """A failed load's blocks are given back at once."""
     return _reports(lambda action: Report(action.load_id, action.ok, action.reason, quiet=True))
@@ -226,9 +231,7 @@ def nothing_is_released_for_nothing() -> AbstractContextManager[Any]:
 
 def release_repeated_for_ever() -> AbstractContextManager[Any]:
     """A producer that is gone is told for ever."""
-    return patch.object(
-        ConsumerEngine, "_release_again", lambda self, use, over, now: self._release(use, over, now)
-    )
+    return patch.object(ConsumerEngine, "_release_again", lambda self, use, over, now: self._release(use, over, now))
 
 
 PLANTED: tuple[Planted, ...] = (
@@ -247,6 +250,7 @@ PLANTED: tuple[Planted, ...] = (
     lease_unchecked,
     refusal_after_grant_ignored,
     lease_counted_from_grant,
+    margin_forgotten,
     called_quiet,
     quiet_when_told_to_stop,
     refusal_unreported,
@@ -283,6 +287,3 @@ class _all(AbstractContextManager[Any]):
     def __exit__(self, *error: object) -> None:
         for each in reversed(self._patches):
             each.__exit__(*error)
-
-
-_ = Granted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
@@ -39,11 +39,16 @@ class RealClaim(NamedTuple):
 
 @dataclass
 class ClaimTruth:
-    """What the producer has promised to a claim, and what it was told. granted_until: on its own clock."""
+    """What the producer has promised to a claim, and what it was told.
+
+    granted_until: on its own clock. released: ranks whose release came; is_final: all of them while the hold was
+    known. What came earlier is parked, and may be answered behind a renewal that is parked as well.
+    """
 
     num_ranks: int
     granted_until: float = float("-inf")
     released: set[int] = field(default_factory=set)
+    is_final: bool = False
 
     @property
     def is_promised(self) -> bool:
@@ -53,9 +58,11 @@ class ClaimTruth:
 
 @dataclass
 class HoldTruth:
+    """told_at: when the machine heard of it, on the producer's clock."""
+
     params: Params
-    told_at: float | None = None  # when the machine heard of it, on the producer's clock
-    claims: dict[str, ClaimTruth] = field(default_factory=dict)
+    claims: dict[str, ClaimTruth]
+    told_at: float | None = None
 
 
 class Producer(Process):
@@ -79,6 +86,7 @@ class Producer(Process):
         self.memory: dict[int, str] = dict.fromkeys(range(16), "junk")
         self.free = list(self.memory)
         self.holds: dict[tuple[str, int], HoldTruth] = {}
+        self._claims_on: dict[tuple[str, int], dict[str, ClaimTruth]] = defaultdict(dict)
 
     # What the engine does
 
@@ -91,7 +99,7 @@ class Producer(Process):
             self.memory[block] = f"{prompt}/{index}"
         ref = TransferRef(self.name, self.incarnation, transfer_id, generation)
         params = Params(ref, self.address, prompt, blocks)
-        self.holds[transfer_id, generation] = HoldTruth(params)
+        self.holds[transfer_id, generation] = HoldTruth(params, self._claims_on[transfer_id, generation])
         offer = Held(
             ref, num_blocks * TOKENS_PER_BLOCK, digest_of(prompt, num_blocks), blocks_digest([blocks]), TOPOLOGY
         )
@@ -119,14 +127,17 @@ class Producer(Process):
         self.driver.feed(Received(link, message))
 
     def _learn_release(self, release: Release) -> None:
-        hold = self._hold_of(release.ref)
-        real = self.claims.get(release.claim_id)
+        ref, real = release.ref, self.claims.get(release.claim_id)
         num_ranks = release.num_ranks if real is None else real.num_ranks
-        if hold is None or release.num_ranks != num_ranks or num_ranks < 1:
+        if ref.incarnation != self.incarnation or release.num_ranks != num_ranks or num_ranks < 1:
             return
         ranks = range(num_ranks) if release.ranks is None else release.ranks
         if all(0 <= rank < num_ranks for rank in ranks):
-            hold.claims.setdefault(release.claim_id, ClaimTruth(num_ranks)).released.update(ranks)
+            claims = self._claims_on[ref.transfer_id, ref.generation]
+            claim = claims.setdefault(release.claim_id, ClaimTruth(num_ranks))
+            claim.released.update(ranks)
+            hold = self._hold_of(ref)
+            claim.is_final = hold is not None and hold.told_at is not None and len(claim.released) == num_ranks
 
     def _hold_of(self, ref: TransferRef) -> HoldTruth | None:
         return self.holds.get((ref.transfer_id, ref.generation)) if ref.incarnation == self.incarnation else None
@@ -160,7 +171,7 @@ class Producer(Process):
         assert hold is not None
         check(lease_s > 0, "rule 2", f"claim {claim_id} is granted {lease_s} s")
         claim = hold.claims.setdefault(claim_id, ClaimTruth(real.num_ranks))
-        check(len(claim.released) < claim.num_ranks, "rule 3", f"claim {claim_id} is granted after its release")
+        check(not claim.is_final, "rule 3", f"claim {claim_id} is granted after its release")
         claim.granted_until = max(claim.granted_until, self.clock() + lease_s)
 
     def _free(self, freed: FreeHold) -> None:

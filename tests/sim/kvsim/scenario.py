@@ -38,7 +38,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Fault:
-    """kind: pause, cut, crash, void, close, noise or lose. who: an index into what the kind may hit."""
+    """kind: what happens, a method of `simulate.Run`. who: an index into what it may hit."""
 
     at: float
     kind: str
@@ -65,28 +65,50 @@ FLAVOURS = ("wrong_prompt", "wrong_blocks", "older", "newer", "wrong_incarnation
 
 def draw(seed: int) -> Scenario:
     rng = Random(f"scenario {seed}")
-    is_calm = rng.random() < 0.15
+    kind = rng.choices(["calm", "edge", "storm"], [15, 20, 65])[0]
     lease_s = rng.choice([2.0, 4.0, 30.0])
+    if kind == "edge":
+        return _edge(rng, seed, lease_s)
+    is_calm = kind == "calm"
     leases = _leases(rng, lease_s, is_calm)
     num_producers = rng.choice([1, 1, 2])
     ranks = tuple(rng.choice([1, 2, 3]) for _ in range(rng.choice([1, 1, 2])))
     transfers = tuple(
         _transfer(rng, index, lease_s, is_calm, num_producers, len(ranks)) for index in range(rng.choice([1, 2, 3, 4]))
     )
-    faults = () if is_calm else tuple(_fault(rng, lease_s) for _ in range(rng.choice([0, 1, 1, 2, 3, 5])))
+    weather = Weather() if is_calm else _weather(rng, lease_s)
+    habits = Habits() if is_calm else _habits(rng, lease_s)
     return Scenario(
         seed=seed,
         is_calm=is_calm,
-        setting=Setting(
-            leases,
-            Weather() if is_calm else _weather(rng, lease_s),
-            Habits() if is_calm else _habits(rng, lease_s),
-        ),
+        setting=Setting(leases, weather, habits),
         num_producers=num_producers,
         ranks=ranks,
         transfers=_reuse_ids(rng, transfers),
-        faults=faults,
+        faults=() if is_calm else tuple(_fault(rng, lease_s) for _ in range(rng.choice([0, 1, 1, 2, 3, 5]))),
         until=60 * lease_s + 4 * leases.first_hold_s,
+    )
+
+
+def _edge(rng: Random, seed: int, lease_s: float) -> Scenario:
+    """Reads that end about when their lease does, while nobody renews it: what time proves, and what it doesn't."""
+    second = Second(consumer=0, after_s=0.0, copies=1, queue_s=0.0, fate="load", abort_s=0.0, flavour="good")
+    leases = Leases(
+        first_hold_s=lease_s, lease_s=lease_s, renew_s=lease_s / 2, claim_reply_s=lease_s * 4, load_s=lease_s * 6
+    )
+    weather = Weather(slow=rng.choice([0.0, 0.5]), slow_s=lease_s * 0.9, delay_s=(0.0005, 0.02))
+    return Scenario(
+        seed=seed,
+        is_calm=False,
+        setting=Setting(leases, weather, Habits(slow_read=1.0, slow_read_s=lease_s * 1.2)),
+        num_producers=1,
+        ranks=(rng.choice([1, 2]),),
+        transfers=(Transfer(0.0, 0, 3, "t0", 1, (second,)),),
+        faults=(
+            Fault(0.001, "pause_scheduler", 0, lease_s * 10),
+            *(_fault(rng, lease_s) for _ in range(rng.choice([0, 0, 1]))),
+        ),
+        until=60 * lease_s,
     )
 
 
@@ -156,7 +178,9 @@ def _second(rng: Random, lease_s: float, is_calm: bool, consumers: int) -> Secon
 def _fault(rng: Random, lease_s: float) -> Fault:
     return Fault(
         at=rng.uniform(0.0, 8 * lease_s),
-        kind=rng.choice(["pause"] * 6 + ["cut"] * 4 + ["crash", "crash", "noise", "noise", "void", "lose", "close"]),
+        kind=rng.choice(
+            ["pause"] * 6 + ["cut"] * 4 + ["crash", "crash", "die", "noise", "noise", "void", "lose", "close"]
+        ),
         who=rng.randrange(100),
         for_s=lease_s * rng.choice([rng.uniform(0.05, 0.5), rng.uniform(0.5, 2.5)]),
     )

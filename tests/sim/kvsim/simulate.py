@@ -86,6 +86,14 @@ class Run:
         processes = self._processes()
         processes[fault.who % len(processes)].pause(fault.for_s)
 
+    def _pause_scheduler(self, fault: Fault) -> None:
+        """And let its workers go on."""
+        consumer = self.consumers[fault.who % len(self.consumers)]
+        self.world.after(fault.for_s / 1000, lambda: consumer.pause(fault.for_s))
+
+    def _die(self, fault: Fault) -> None:
+        self._crash(replace(fault, for_s=float("inf")))
+
     def _cut(self, fault: Fault) -> None:
         clients = [client for each in self.consumers for client in (each, *each.workers)]
         for link in clients[fault.who % len(clients)].links.values():
@@ -94,6 +102,8 @@ class Run:
     def _crash(self, fault: Fault) -> None:
         sides = [*self.producers, *self.consumers]
         side = sides[fault.who % len(sides)]
+        if not side.is_alive:
+            return
         if isinstance(side, Producer):
             side.crash()
             self.world.after(fault.for_s, side.start)

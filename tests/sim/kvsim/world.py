@@ -14,6 +14,8 @@ from kvferry.protocol.messages import Message, decode, encode
 
 EPSILON_S = 1e-6
 """What rounding between true time and a process's clock may cost."""
+MAX_EVENTS = 20_000
+"""Of one schedule. An ordinary one has some hundreds."""
 
 
 class Violation(Exception):
@@ -135,6 +137,7 @@ class Driver:
     def _feed(self, event: object, now: float) -> None:
         world = self._process.world
         world.num_events += 1
+        check(world.num_events < MAX_EVENTS, "rest", f"{self._process.name} never comes to rest")
         world.log(self._process.name, event)
         for action in self._machine.handle(event, now):
             world.log(self._process.name, action, "  -> ")
@@ -179,7 +182,7 @@ class Server(Protocol):
     def receive(self, link: Link, message: Message) -> None: ...
 
 
-@dataclass
+@dataclass(repr=False)
 class Link:
     """A connection from one life of a client to whoever serves an address. The route of what comes through it."""
 
@@ -194,6 +197,9 @@ class Link:
 
     def __post_init__(self) -> None:
         self._life = self.client.life
+
+    def __repr__(self) -> str:
+        return f"<{self.client.name} to {self.address}>"
 
     def to_server(self, message: Message) -> None:
         self._send("there", message, lambda copy: self.server.receive(self, copy))

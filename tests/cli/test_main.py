@@ -1,0 +1,96 @@
+"""The command line as a user meets it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import kvferry
+from kvferry.cli import preflight
+from kvferry.cli.errors import Problem
+from kvferry.cli.main import app
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "120"})
+    return result.exit_code, result.output
+
+
+def test_the_version() -> None:
+    assert run("--version") == (0, f"kvferry {kvferry.__version__}\n")
+
+
+def test_nothing_heavy_is_imported_at_the_start() -> None:
+    code = (
+        "import sys, kvferry.cli.main; print([m for m in ('torch', 'vllm', 'zmq', 'transformers') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_the_demo_has_the_options_that_are_documented() -> None:
+    status, output = run("demo", "--help")
+    assert status == 0
+    for option in ("--model", "--tp-prefill", "--tp-decode", "--transport", "--policy", "--port", "--json"):
+        assert option in output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--tp-prefill", "0"), ("--tp-decode", "two"), ("--policy", "hope"), ("--port", "70000"), ("--nonsense",)],
+)
+def test_wrong_options_are_refused(arguments: tuple[str, ...]) -> None:
+    status, output = run("demo", *arguments)
+    assert status == 2
+    assert arguments[0] in output
+
+
+def test_an_unknown_transport_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    status, output = run("demo", "--model", str(tmp_path), "--transport", "pigeon")
+    assert status == 2
+    assert "--transport pigeon is not known" in output
+    assert "Choose one of: local, nixl" in output
+
+
+def test_a_directory_that_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "require_vllm", lambda: None)
+    monkeypatch.setattr(preflight, "require_router", lambda: None)
+    monkeypatch.setattr(preflight, "require_matching_torch", lambda: None)
+    status, output = run("up", "--model", str(tmp_path))
+    assert status == 2
+    assert "is no model directory: it has no config.json" in output
+
+
+def test_a_problem_is_shown_with_its_details_and_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise Problem("vLLM is not installed", "Install it with: pip", "line of a log")
+
+    monkeypatch.setattr(preflight, "require_vllm", missing)
+    status, output = run("demo", "--model", str(tmp_path))
+    assert status == 2
+    for part in ("vLLM is not installed", "Install it with: pip", "line of a log"):
+        assert part in output
+    assert "Traceback" not in output
+
+
+def test_the_doctor_looks_at_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVFERRY_SECRET", raising=False)
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    status, output = run("doctor")
+    assert status == 1
+    for what in ("Python", "vLLM", "torch", "transport local", "transport nixl", "secret", "memory", "shared memory"):
+        assert what in output
+    assert "VLLM_PLUGINS=other" in output
+
+
+def test_the_doctor_is_content_where_nothing_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_SECRET", "a secret of more than sixteen bytes")
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    monkeypatch.setattr(preflight, "mismatched_torch_packages", lambda: iter(()))
+    status, output = run("doctor")
+    assert (status, "wrong" in output) == (0, False)
+    assert "a secret of more" not in output
