@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -209,7 +210,7 @@ def test_the_command_line_of_a_real_server(model: Path) -> None:
     prefill, decode = pair(model, 1, 2, "nixl", "fail", {"lease_s": 3.0}, args=("--block-size", "32"), env={"A": "b"})
     command = decode.command(1234)
     assert command[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    options = dict(zip(command[3:], command[4:], strict=False))
+    options = dict(pairwise(command))
     assert (options["--host"], options["--port"], options["--tensor-parallel-size"]) == ("127.0.0.1", "1234", "2")
     assert command[-2:] == ["--block-size", "32"]
     assert json.loads(options["--kv-transfer-config"]) == {

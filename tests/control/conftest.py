@@ -114,5 +114,5 @@ def start_echo() -> Iterator[Callable[..., EchoProcess]]:
 
 @pytest.fixture
 def quick() -> Limits:
-    """Limits under which a dead peer is noticed within about a second."""
-    return Limits(connect_s=0.5, handshake_s=0.5, heartbeat_s=0.25)
+    """Limits under which a dead peer is noticed within about two seconds."""
+    return Limits(connect_s=1.0, handshake_s=1.0, heartbeat_s=0.5)

@@ -142,7 +142,7 @@ def test_a_peer_that_never_answers_the_handshake_is_lost(make_endpoint, lost, qu
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
         endpoint.send(address, b"hello")
-        assert lost(endpoint) == Lost(address, "no handshake within 0.5 s")
+        assert lost(endpoint) == Lost(address, "no handshake within 1 s")
 
 
 def test_a_peer_that_does_not_even_accept_is_lost(make_endpoint, lost, quick) -> None:
@@ -154,7 +154,7 @@ def test_a_peer_that_does_not_even_accept_is_lost(make_endpoint, lost, quick) ->
             filler.setblocking(False)
             filler.connect_ex(full.getsockname())
         endpoint.send(f"tcp://127.0.0.1:{full.getsockname()[1]}", b"hello")
-        assert "silent for 0.5 s" in lost(endpoint).reason
+        assert "silent for 1 s" in lost(endpoint).reason
 
 
 @pytest.mark.parametrize("secrets", [(SECRET,), ()], ids=["curve", "open"])
@@ -210,7 +210,8 @@ def test_frames_for_a_peer_that_is_gone_never_reach_its_successor(make_endpoint,
     assert client._peers[first.address].monitor.socket.poll(30_000)
     client.send(first.address, b"for the first")
     second = make_endpoint(port=int(first.address.rsplit(":", 1)[1]))
-    assert second.receive(0.5) == []
+    for _ in range(30):
+        assert second.receive(0.01) == []
     assert lost(client).address == first.address
     client.send(first.address, b"for the second")
     assert received(second, client).frame == b"for the second"
@@ -247,10 +248,16 @@ def test_an_answer_to_a_peer_that_is_gone_is_counted(make_endpoint, received, pu
     client.send(server.address, b"hello")
     source = received(server, client).source
     client.close()
-    pump(server, done=lambda _: server.counters["disconnected"] == 1)
+
+    def refused(_: object) -> bool:
+        # What is sent while the connection is ending may still be accepted.
+        server.send(source, b"too late")
+        return server.counters["unroutable"] > 0
+
+    pump(server, done=refused)
     server.send(source, b"too late")
     server.send(Route(b"never met"), b"hello?")
-    assert server.counters["unroutable"] == 2
+    assert server.counters["unroutable"] == 3
 
 
 def test_wake_ends_a_wait_from_another_thread(make_endpoint) -> None:

@@ -80,7 +80,7 @@ def test_raw_bytes_on_the_port(make_endpoint, pump, received, secrets, garbage: 
 
 
 def test_a_stranger_that_says_nothing_is_shown_the_door(make_endpoint, pump, received, secrets) -> None:
-    server = make_endpoint(secrets, limits=Limits(handshake_s=0.3))
+    server = make_endpoint(secrets, limits=Limits(handshake_s=1.0))
     with socket.create_connection(addresses.parse(server.address)) as stranger:
         pump(server, done=lambda _: server.counters["handshake_failed"] == 1)
         stranger.settimeout(30)

@@ -74,7 +74,7 @@ def first_plan(situation: Situation) -> tuple[TransferPlan, Callable[[TransferPl
     return plan, lambda other: prove(pair.claims, pair.region_bytes, block_ids, tokens[0], other)
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(situations(), st.sampled_from(TAMPERINGS), st.data())
 def test_tampering_is_found(situation: Situation, tamper: Callable[..., Columns], data: st.DataObject) -> None:
     plan, proof = first_plan(situation)

@@ -96,7 +96,7 @@ SIZES = (1, 2, 4, 8, 16)
 
 
 @pytest.mark.parametrize("total_heads", [0, 1, 2, 4, 6, 8])
-@pytest.mark.parametrize(("producer_tp", "consumer_tp"), product(SIZES, SIZES))
+@pytest.mark.parametrize(("producer_tp", "consumer_tp"), list(product(SIZES, SIZES)))
 def test_all_pairs(producer_tp: int, consumer_tp: int, total_heads: int) -> None:
     """L12: each head of each rank once, from a rank that holds it, and no replica with more than its share."""
     illegal = {tp for tp in (producer_tp, consumer_tp) if total_heads == 6 and tp not in (1, 2)}
@@ -199,7 +199,7 @@ def test_total_heads_that_differ_are_named() -> None:
 
 
 def test_a_head_that_nobody_holds_is_named() -> None:
-    with pytest.raises(Refusal, match="layer a: KV head: consumer has 2, producer has 0 to 1 .*no producer rank"):
+    with pytest.raises(Refusal, match=r"layer a: KV head: consumer has 2, producer has 0 to 1 .*no producer rank"):
         sources(engine(1, 4)[0], 0, 1, engine(2, 4)[:1])
 
 

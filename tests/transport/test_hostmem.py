@@ -130,6 +130,9 @@ def test_shared_spans() -> None:
     assert shared is not None
     assert (shared.path, shared.offset_bytes) == ("", mmap.PAGESIZE + 10)
     assert os.fstat(shared.fd).st_ino == shared.inode == os.fstat(fd).st_ino
+    # A private mapping of the same file has pages of its own once it is written to.
+    copy_on_write = mmap.mmap(fd, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE)
+    assert hostmem.find_shared(ctypes.addressof(ctypes.c_char.from_buffer(copy_on_write)), 100) is None
     mapping = hostmem.Mapping(os.getpid(), shared, 1000)
     memory[10:1010] = pattern(1, 1000)
     assert ctypes.string_at(mapping.address, 1000) == pattern(1, 1000).tobytes()

@@ -13,7 +13,20 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from transport_harness import SIZES, Kit, PeerProcess, Side, batch, finish, give_back, outcome, pattern, settle
+from transport_harness import (
+    SIZES,
+    Kit,
+    PeerProcess,
+    Side,
+    batch,
+    finish,
+    give_back,
+    moved,
+    outcome,
+    pattern,
+    scattered,
+    settle,
+)
 
 from kvferry.layout import Region
 from kvferry.transport import hostmem
@@ -51,15 +64,30 @@ def test_shared_memory_is_mapped(peer_of: Any, memory: str, monkeypatch: pytest.
     try:
         connected = here.transport.connect(peer.start((SIZES[0],)))
         peer.call("fill", region=0, seed=3)
-        used: list[int] = []
-        copy = hostmem.copy
-        monkeypatch.setattr(hostmem, "copy", lambda pid, *a, **k: (used.append(pid), copy(pid, *a, **k)))
+        used: list[str] = []
+        for name in ("copy", "copy_own"):
+            monkeypatch.setattr(hostmem, name, watched(name, used))
+        small = scattered(1000, SIZES[0], 4)
+        small_expected = moved(here.buffers[0], pattern(3, SIZES[0]), *small[2:])
+        finish(here.transport, here.transport.read(connected, [small]))
+        assert np.array_equal(here.buffers[0], small_expected)
         finish(here.transport, here.transport.read(connected, [WHOLE]))
     finally:
         Path(path).unlink(missing_ok=True)
     assert np.array_equal(here.buffers[0], pattern(3, SIZES[0]))
-    # The peer's own memory is touched only for its token.
-    assert used.count(os.getpid()) == 1
+    # The peer's own memory is touched only for its token; its region through the mapping here, in either way.
+    here_, there = f"copy {os.getpid()}", f"copy {peer.pid}"
+    assert used == [there, here_, there, "copy_own"]
+
+
+def watched(name: str, used: list[str]) -> Any:
+    original = getattr(hostmem, name)
+
+    def call(*args: Any, **more: Any) -> None:
+        used.append(f"{name} {args[0]}" if name == "copy" else name)
+        original(*args, **more)
+
+    return call
 
 
 def test_shared_memory_that_shrinks_fails_the_transfer(peer_of: Any) -> None:

@@ -135,6 +135,7 @@ class EngineAgent(AgentLoop):
             self.counters[f"unexpected_{type(message).__name__.lower()}"] += 1
 
     def on_lost(self, address: str, reason: str) -> None:
+        self._key_ids.pop(address, None)
         self._consume(consumer.PeerLost(address, reason))
 
     def on_time(self) -> None:
@@ -153,7 +154,7 @@ class EngineAgent(AgentLoop):
     def _answer_hello(self, source: Route | str, hello: messages.Hello) -> None:
         def refuse(reason: messages.RefusedReason, detail: str) -> None:
             self.counters["refused_handshakes"] += 1
-            logger.warning("handshake of engine %s refused: %s: %s", hello.incarnation, reason, detail)
+            logger.warning("kvferry: handshake of engine %s refused: %s: %s", hello.incarnation, reason, detail)
             self.send(source, messages.Refused(claim_id="", rank=0, seq=hello.seq, reason=reason, detail=detail))
 
         if hello.version != messages.PROTOCOL_VERSION:
@@ -207,8 +208,8 @@ class EngineAgent(AgentLoop):
                 self.endpoint.dial(address, self._key_ids.get(address) or None)
             except AddressError as error:
                 self.counters["undialled"] += 1
-                logger.warning("cannot dial %s: %s", address, error)
+                logger.warning("kvferry: cannot dial %s: %s", address, error)
 
     def _note(self, note: Note) -> None:
         self.counters[note.name] += 1
-        logger.info("%s: %s", note.name, note.detail)
+        logger.info("kvferry: %s: %s", note.name, note.detail)

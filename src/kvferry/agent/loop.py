@@ -143,7 +143,7 @@ class AgentLoop:
         except Exception:
             # One bad event must not end the thread that every request depends on.
             self.counters["errors"] += 1
-            logger.exception("%s: an event failed", self._name)
+            logger.exception("kvferry: %s: an event failed", self._name)
 
     def _close(self) -> None:
         self._guard(self.on_stop)

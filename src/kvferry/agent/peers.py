@@ -82,7 +82,7 @@ def _connect(side: Side, record: EngineRecord, share: Share, plan: PairPlan) -> 
                 return PlannedSource(worker, transport, transport.connect(payload), plan)
             except TransportError as error:
                 tried.append(f"{transport.name}: {error}")
-                logger.info("rank %d of engine %s: %s", worker.rank, record.engine_id, tried[-1])
+                logger.info("kvferry: rank %d of engine %s: %s", worker.rank, record.engine_id, tried[-1])
     ours = [transport.name for transport in side.transports]
     raise TransportError(
         f"no transport reaches rank {worker.rank} of engine {record.engine_id}: "

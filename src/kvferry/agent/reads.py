@@ -10,6 +10,11 @@ from kvferry.transport.base import Batch, Handle, Peer, QueueFull, State, Transp
 NUDGE_AFTER_S = 0.003
 """A read that waits longer than this for a target that must poll gets a nudge; twice the usual inline read."""
 NUDGE_AGAIN_S = 0.2
+POLL_S = 0.001
+"""How often reads under way are polled."""
+SLOW_POLL_S = 0.1
+"""How often ended reads are asked whether they are quiet, once they have not been for SLOW_AFTER_S."""
+SLOW_AFTER_S = 1.0
 
 
 class Source(NamedTuple):
@@ -38,6 +43,7 @@ class Reads:
         self._in_flight: list[tuple[Source, Handle]] = []
         self._draining: list[tuple[Source, Handle]] = []
         self._nudge_at = now + NUDGE_AFTER_S
+        self._ended_at: float | None = None
 
     def step(self) -> Phase:
         """Posts what is left, polls what is under way."""
@@ -59,9 +65,20 @@ class Reads:
         self._draining = [(source, handle) for source, handle in self._draining if not source.transport.release(handle)]
         return self.phase is not Phase.READING and not self._draining
 
+    def peers(self) -> list[Peer]:
+        """Peers with operations that have not been given back."""
+        return [source.peer for source, _ in self._in_flight + self._draining] + [one.peer for one in self._unposted]
+
+    def poll_interval_s(self, now: float) -> float:
+        """How soon to look again. What stays unquiet for long, perhaps for ever, is looked at rarely."""
+        if self.phase is Phase.READING:
+            return POLL_S
+        self._ended_at = self._ended_at or now
+        return POLL_S if now < self._ended_at + SLOW_AFTER_S else SLOW_POLL_S
+
     def nudges_due(self, now: float) -> list[str]:
         """Control addresses of producer workers that must poll for this load to go on."""
-        if now < self._nudge_at or self.phase is Phase.DONE:
+        if now < self._nudge_at or self.poll_interval_s(now) == SLOW_POLL_S:
             return []
         self._nudge_at = now + NUDGE_AGAIN_S
         waiting = self._in_flight + self._draining

@@ -13,7 +13,7 @@ from kvferry.agent import peers
 from kvferry.agent.loads import LoadRequest, LoadResult
 from kvferry.agent.loop import AgentLoop, boottime
 from kvferry.agent.peers import Producer, Side
-from kvferry.agent.reads import Phase, Reads
+from kvferry.agent.reads import POLL_S, Phase, Reads
 from kvferry.control.addresses import AddressError
 from kvferry.control.endpoint import Endpoint, Route
 from kvferry.layout import CacheLayout
@@ -28,8 +28,6 @@ from kvferry.transport.base import Transport, TransportError
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.001
-"""How often reads under way are polled; also how often a nudged worker drives its transports."""
 NUDGED_FOR_S = 1.5
 """How long a worker drives its transports after a nudge: longer than the wire-up of a first read takes."""
 QUIESCED_AGAIN_S = 1.0
@@ -90,6 +88,7 @@ class WorkerAgent(AgentLoop):
         self._handshakes: dict[str, _Handshake] = {}
         self._hello_seq = 0
         self._producers: dict[str, Producer] = {}
+        self._retired: list[Producer] = []
         self._events: deque[machine.Event] = deque()
         self._handling = False
         self._loads: dict[str, _Running] = {}
@@ -150,7 +149,7 @@ class WorkerAgent(AgentLoop):
         for reads in self._reads.values():
             reads.abandon("the worker is shutting down")
             reads.quiet()
-        for producer in self._producers.values():
+        for producer in [*self._producers.values(), *self._retired]:
             peers.disconnect(producer.sources)
         for transport in self._side.transports:
             transport.close()
@@ -169,7 +168,8 @@ class WorkerAgent(AgentLoop):
 
     def on_lost(self, address: str, reason: str) -> None:
         self._forget(address)
-        self._handle(machine.PeerFailed(address, f"connection to {address} lost: {reason}"))
+        self._key_ids.pop(address, None)
+        self._handle(machine.PeerFailed(address, f"connection to {address} lost: {reason}", lost=True))
 
     def on_time(self) -> None:
         now = boottime()
@@ -178,6 +178,7 @@ class WorkerAgent(AgentLoop):
                 self._fail_handshake(address, f"no answer within {self._leases.handshake_s:g} s")
         for load_id in list(self._reads):
             self._advance(load_id)
+        self._disconnect_retired()
         if now < self._nudged_until:
             for transport in self._side.transports:
                 transport.progress()
@@ -190,7 +191,8 @@ class WorkerAgent(AgentLoop):
         now = boottime()
         times = [handshake.deadline for handshake in self._handshakes.values()]
         times += [entry.send_again_at for entry in self._unacknowledged.values()]
-        if self._reads or now < self._nudged_until:
+        times += [now + reads.poll_interval_s(now) for reads in self._reads.values()]
+        if now < self._nudged_until:
             times.append(now + POLL_S)
         if self._loader is not None and (deadline := self._loader.next_deadline()) is not None:
             times.append(deadline)
@@ -239,7 +241,7 @@ class WorkerAgent(AgentLoop):
             self._tell_quiet(action.load_id)
         elif isinstance(action, Note):
             self.counters[action.name] += 1
-            logger.info("%s: %s", action.name, action.detail)
+            logger.info("kvferry: %s: %s", action.name, action.detail)
 
     # Loads.
 
@@ -362,7 +364,7 @@ class WorkerAgent(AgentLoop):
             return
         except Exception as error:
             # Whatever a peer's record makes us do, the load ends with a reason.
-            logger.exception("handshake with %s", address)
+            logger.exception("kvferry: handshake with %s", address)
             self._fail_handshake(address, f"{type(error).__name__}: {error}")
             return
         del self._handshakes[address]
@@ -378,12 +380,19 @@ class WorkerAgent(AgentLoop):
     def _fail_handshake(self, address: str, reason: str) -> None:
         if self._handshakes.pop(address, None) is not None:
             self.counters["failed_handshakes"] += 1
-            logger.warning("handshake with %s failed: %s", address, reason)
-            self._handle(machine.PeerFailed(address, f"handshake with {address}: {reason}"))
+            logger.warning("kvferry: handshake with %s failed: %s", address, reason)
+            self._handle(machine.PeerFailed(address, f"handshake with {address}: {reason}", lost=False))
 
     def _forget(self, address: str) -> None:
         """The producer at this address is not what it was; its reads end through the machine."""
-        producer = self._producers.pop(address, None)
-        if producer is not None:
-            peers.disconnect(producer.sources)
         self._handshakes.pop(address, None)
+        if (producer := self._producers.pop(address, None)) is not None:
+            self._retired.append(producer)
+
+    def _disconnect_retired(self) -> None:
+        """A peer is let go only when no read of ours uses it any more."""
+        busy = {id(peer) for reads in self._reads.values() for peer in reads.peers()}
+        for producer in list(self._retired):
+            if not any(id(source.peer) in busy for source in producer.sources):
+                peers.disconnect(producer.sources)
+                self._retired.remove(producer)

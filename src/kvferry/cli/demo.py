@@ -25,7 +25,7 @@ from kvferry.cli.servers import Cluster
 _MAX_TOKENS = 24
 _VERSIONED = ("vllm-router", "nixl", "torch", "transformers")
 _PROMPT_COLUMNS = 100  # of a prompt in --json
-_FIGURES_WIDTH = 60  # of the table's columns that hold no text, with their padding
+_FIGURES_WIDTH = 61  # of the table's columns that hold no text, with their padding
 _PATH_STYLES = {"remote": "green", "local": "cyan", "recomputed": "yellow"}
 
 
@@ -116,7 +116,7 @@ def table(rows: Sequence[Row], width: int) -> Table:
             Text("local hit" if row.path == "local" else row.path, _PATH_STYLES.get(row.path, "red")),
             _bytes(row.bytes) if moved else "-",
             str(row.descriptors) if moved else "-",
-            f"{row.transfer_ms:.1f} ms" if moved else "-",
+            _time(row.transfer_ms) if moved else "-",
         )
     return view
 
@@ -144,7 +144,7 @@ def summary(rows: Sequence[Row]) -> str:
     transports = ", ".join(sorted({row.transport for row in rows if row.transport})) or "no transport"
     return (
         f"{equal} of {len(rows)} texts equal the decode server's own; the KV of {remote} came from the prefill server: "
-        f"{_bytes(total_bytes)} in {total_ms:.1f} ms by {transports}"
+        f"{_bytes(total_bytes)} in {_time(total_ms)} by {transports}"
     )
 
 
@@ -201,8 +201,14 @@ def _shorten(text: str, columns: int) -> str:
 
 
 def _bytes(count: float) -> str:
+    """At most eight columns."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
-            return f"{count:.1f} {unit}" if unit != "B" else f"{count:.0f} B"
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} GiB"
+
+
+def _time(milliseconds: float) -> str:
+    """At most eight columns."""
+    return f"{milliseconds:.1f} ms" if milliseconds < 1000 else f"{milliseconds / 1000:.1f} s"

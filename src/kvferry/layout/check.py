@@ -79,7 +79,7 @@ def _check_layer(layout: CacheLayout, layer: Layer) -> None:
 def _check_field(where: str, layer: Layer, field: Field) -> int:
     """Check one field; returns the offset just behind its last byte, from the layer's base."""
     _bounded(where, "base_bytes", field.base_bytes, 0)
-    _bounded(where, "block_stride_bytes", field.block_stride_bytes, 0)
+    _bounded(where, "block_stride_bytes", field.block_stride_bytes, 1)
     for axis in field.axes:
         if axis.dim not in get_args(Dim):
             raise LayoutError(f"{where}: axis {axis.dim!r} is none of {get_args(Dim)}")
@@ -130,7 +130,7 @@ def _clash(fields: tuple[Field, ...], num_blocks: int) -> str | None:
     strides = {field.block_stride_bytes for field in fields}
     if len(strides) > 1 and num_blocks > 1:
         return f"fields differ in block_stride_bytes: {sorted(strides)}"
-    stride = max(fields[0].block_stride_bytes, 1)
+    stride = fields[0].block_stride_bytes
     if num_blocks == 1:
         stride = int((starts + lengths).max())
     elif int(lengths.max()) > stride:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.layout import CacheLayout, Field, Layer, Refusal, check
+from kvferry.layout import CacheLayout, Field, Layer, LayoutError, Refusal, check
 from kvferry.plan.proof import NOTHING, ClaimKey, Claims, Sums, prove, sums_of_point, token_walk, walk_rest
 from kvferry.plan.request import BlockTable, Chunks, Group, TransferPlan, bind_unit, match, place
 from kvferry.plan.units import FieldPair, Placement, Unit, common_chunk, pair_fields, tile_tokens
@@ -105,13 +106,14 @@ class Piece(NamedTuple):
 
 
 def compile(consumer: CacheLayout, producer: CacheLayout, share: Share) -> PairPlan:
-    """Everything about a share that does not depend on a request.
+    """Everything about a share that does not depend on a request; only the share's layers are looked at.
 
-    Raises LayoutError if either layout is unsound, Refusal, naming layer, field and both values, if they do not mean
+    Raises Refusal, naming layer, field and both values, if a layout is unsound (`layout.check`) or the two do not mean
     the same bytes: dtype, heads, groups, fields, content sizes, opaque tags and tiles, shared storage.
     """
-    check(consumer)
-    check(producer)
+    names = {part.name for part in share.layers}
+    consumer, producer = _only(consumer, names), _only(producer, names)
+    _check_sound(consumer, producer)
     pairs = list(_layer_pairs(consumer, producer, share))
     chains = _chains(_pieces(pairs))
     units, placements, claims = _units(chains, {layer.name: i for i, layer in enumerate(consumer.layers)})
@@ -125,6 +127,22 @@ def compile(consumer: CacheLayout, producer: CacheLayout, share: Share) -> PairP
             tuple(region.length_bytes for region in producer.regions),
         ),
     )
+
+
+def _only(layout: CacheLayout, names: set[str]) -> CacheLayout:
+    return CacheLayout(layout.regions, tuple(layer for layer in layout.layers if layer.name in names))
+
+
+def _check_sound(consumer: CacheLayout, producer: CacheLayout) -> None:
+    faults = []
+    for layout in (consumer, producer):
+        try:
+            check(layout)
+            faults.append("a sound one")
+        except LayoutError as error:
+            faults.append(str(error))
+    if faults != ["a sound one"] * 2:
+        raise Refusal("layout", *faults)
 
 
 def _layer_pairs(consumer: CacheLayout, producer: CacheLayout, share: Share) -> Iterator[LayerPair]:
@@ -215,12 +233,19 @@ def _chains(pieces: Iterator[Piece]) -> list[list[Piece]]:
 
 
 def _touch(first: Piece, second: Piece) -> bool:
-    """Whether moving both together takes fewer descriptors than one after the other."""
     if (first.pair.scope, first.chunk_tokens) != (second.pair.scope, second.chunk_tokens):
         return False
-    chunk = first.chunk_tokens
-    one, other, both = (Unit(0, chunk, fields) for fields in (first.fields, second.fields, _fields([first, second])))
-    return both.num_runs(0, chunk) < one.num_runs(0, chunk) + other.num_runs(0, chunk)
+    return _join_up(first.chunk_tokens, first.fields, second.fields, _distance(first, second))
+
+
+@lru_cache(maxsize=256)
+def _join_up(
+    chunk: int, first: tuple[FieldPair, ...], second: tuple[FieldPair, ...], distance: tuple[int, int]
+) -> bool:
+    """Whether moving both together takes fewer descriptors. Cached: most neighbours of a model are alike."""
+    moved = tuple(field.shifted(*distance) for field in second)
+    together, one, other = (Unit(0, chunk, fields).num_runs(0, chunk) for fields in (first + moved, first, second))
+    return together < one + other
 
 
 def _fields(chain: Sequence[Piece]) -> tuple[FieldPair, ...]:

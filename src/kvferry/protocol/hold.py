@@ -22,7 +22,7 @@ class HoldState(Enum):
 
 
 class HoldTrigger(Enum):
-    CLAIM = "the first claim is seen"
+    CLAIM = "a claim is seen"
     ALL_RELEASED = "every claim is released"
     ALL_OVER = "every claim is over, some lapsed"
     TIMEOUT = "first_hold_s without a claim"

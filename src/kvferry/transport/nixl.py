@@ -20,6 +20,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import secrets
 import sys
@@ -363,6 +364,9 @@ def _import_nixl() -> Any:
 
 
 def _make_agent(api: Any, name: str, backend: str, params: Mapping[str, str]) -> Any:
+    if "NIXL_LOG_LEVEL" not in os.environ:
+        # It would print two lines on stdout for each agent.
+        logging.getLogger("nixl").setLevel(logging.WARNING)
     agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, num_threads=0, backends=[]))
     if backend not in agent.get_plugin_list():
         raise TransportUnavailable(f"nixl: no backend {backend!r}; this wheel has {', '.join(agent.get_plugin_list())}")

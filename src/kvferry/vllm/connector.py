@@ -7,6 +7,7 @@ error must be seen.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,11 +18,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
-from vllm.logger import init_logger
 
 from kvferry.vllm import config
 from kvferry.vllm.metadata import HandshakeMetadata, StepMetadata
 from kvferry.vllm.metrics import FerryStats, KVFerryPromMetrics, KVFerryStats
+from kvferry.vllm.wiring import join_logs
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-logger = init_logger(__name__)
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -47,6 +48,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        join_logs()
         settings = config.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None

@@ -7,6 +7,7 @@ talking and leaves news in an inbox that each hook drains, so that blocks come b
 from __future__ import annotations
 
 import enum
+import logging
 import secrets
 import signal
 from collections import OrderedDict
@@ -14,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
 from kvferry import records
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-logger = init_logger(__name__)
+logger = logging.getLogger(__name__)
 
 CONSUMED_REMEMBERED = 4096
 """How many transfers this engine remembers having used up, so that a repeated leg recomputes instead of failing."""
@@ -184,6 +184,10 @@ class SchedulerSide:
         fetch = Fetch(claim_id, offer)
         self._by_claim[claim_id] = request.request_id
         self._agent.arrived(claim_id, offer.ref, offer.address, offer.key_id, self._num_ranks)
+        if request.abort_immediately:
+            # The frontend rejected the request and sends its ghost, with another prompt, so that we release.
+            fetch.problem = "the request was rejected before it ran"
+            return fetch
         if (problem := self._why_not(request, offer)) != "":
             return self._refused(request, fetch, problem)
         fetch.digest = request_digest(
@@ -429,7 +433,7 @@ class SchedulerSide:
             ref=ref,
             host=self._host,
             port=self._port,
-            key_id=self._agent.endpoint.key_id or "",
+            key_id=self._agent.endpoint.key_id,
             num_tokens=num_tokens,
             block_ids=tuple(tuple(block_ids[group]) for group in groups),
         )

@@ -1,10 +1,9 @@
-"""Opens sockets and transports as the settings say."""
+"""Opens sockets and transports as the settings say, and joins kvferry's log to vLLM's."""
 
 from __future__ import annotations
 
+import logging
 import os
-
-from vllm.logger import init_logger
 
 from kvferry.control.addresses import AllowedRanges, advertised_host
 from kvferry.control.endpoint import Endpoint
@@ -13,7 +12,7 @@ from kvferry.transport import registry
 from kvferry.transport.base import Transport, TransportUnavailable
 from kvferry.vllm.config import Config
 
-logger = init_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def open_endpoint(config: Config, port: int) -> Endpoint:
@@ -36,3 +35,15 @@ def open_transports(config: Config) -> list[Transport]:
     if not transports:
         raise TransportUnavailable(f"none of the configured transports is available: {'; '.join(missing)}")
     return transports
+
+
+def join_logs() -> None:
+    """Lets what any module of kvferry logs appear as vLLM's own lines do. Idempotent.
+
+    vLLM configures the logger "vllm" alone; without this, kvferry's information would be lost in a server.
+    """
+    ours, vllms = logging.getLogger("kvferry"), logging.getLogger("vllm")
+    if not ours.handlers and vllms.handlers:
+        ours.handlers = list(vllms.handlers)
+        ours.setLevel(vllms.level)
+        ours.propagate = False

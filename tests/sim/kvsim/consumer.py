@@ -35,10 +35,10 @@ from kvsim.world import EPSILON_S, Driver, Link, Process, Weather, World, check
 
 @dataclass(frozen=True)
 class Habits:
-    """How this consumer's transports and handshakes behave. Probabilities per load, but for `slow_read_s`."""
+    """How this consumer's transports and handshakes behave. Probabilities per load; slow_read_s: from, to."""
 
     slow_read: float = 0.0
-    slow_read_s: float = 0.0
+    slow_read_s: tuple[float, float] = (0.0, 0.0)
     read_fails: float = 0.0
     wrong_topology: float = 0.0
     silent_handshake: float = 0.0
@@ -96,7 +96,7 @@ class Read:
         self._worker, self._truth, self._rng = worker, truth, rng
         habits, world = worker.consumer.habits, worker.world
         is_slow = rng.random() < habits.slow_read
-        duration_s = rng.uniform(0.0, habits.slow_read_s) if is_slow else rng.uniform(0.0, 0.03)
+        duration_s = rng.uniform(*(habits.slow_read_s if is_slow else (0.0, 0.03)))
         self.ends_at = world.now + duration_s
         self.can_land = True
         self._has_failed = False

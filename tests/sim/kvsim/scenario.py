@@ -96,11 +96,12 @@ def _edge(rng: Random, seed: int, lease_s: float) -> Scenario:
     leases = Leases(
         first_hold_s=lease_s, lease_s=lease_s, renew_s=lease_s / 2, claim_reply_s=lease_s * 4, load_s=lease_s * 6
     )
+    read_s = rng.choice([(0.0, 1.2 * lease_s), (0.85 * lease_s, 1.05 * lease_s)])
     weather = Weather(slow=rng.choice([0.0, 0.5]), slow_s=lease_s * 0.9, delay_s=(0.0005, 0.02))
     return Scenario(
         seed=seed,
         is_calm=False,
-        setting=Setting(leases, weather, Habits(slow_read=1.0, slow_read_s=lease_s * 1.2)),
+        setting=Setting(leases, weather, Habits(slow_read=1.0, slow_read_s=read_s)),
         num_producers=1,
         ranks=(rng.choice([1, 2]),),
         transfers=(Transfer(0.0, 0, 3, "t0", 1, (second,)),),
@@ -143,7 +144,7 @@ def _weather(rng: Random, lease_s: float) -> Weather:
 def _habits(rng: Random, lease_s: float) -> Habits:
     return Habits(
         slow_read=rng.choice([0.0, 0.3, 0.8]),
-        slow_read_s=lease_s * rng.choice([0.6, 1.6]),
+        slow_read_s=(0.0, lease_s * rng.choice([0.6, 1.6])),
         read_fails=rng.choice([0.0, 0.1, 0.3]),
         wrong_topology=rng.choice([0.0, 0.0, 0.1]),
         silent_handshake=rng.choice([0.0, 0.0, 0.1]),

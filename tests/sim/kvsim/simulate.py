@@ -30,6 +30,13 @@ class Result:
     refusals: Counter[str] = field(default_factory=Counter)
     trace: list[str] = field(default_factory=list)
 
+    def add(self, other: Result) -> None:
+        """Sum up the counts of another schedule."""
+        self.num_events += other.num_events
+        self.ends.update(other.ends)
+        self.outcomes.update(other.outcomes)
+        self.refusals.update(other.refusals)
+
 
 class Run:
     def __init__(self, scenario: Scenario, trace: bool) -> None:
