@@ -39,7 +39,7 @@ def whole(consumer: CacheLayout, producer: CacheLayout) -> PairPlan:
 def test_an_unsound_peer_is_refused() -> None:
     with pytest.raises(Refusal, match="layout: consumer has a sound one, producer has layer a: num_blocks 0"):
         whole(cache(layer()), cache(change(layer(), num_blocks=0)))
-    with pytest.raises(Refusal, match="layout: consumer has layer a: ends at byte 144 .*, producer has a sound one"):
+    with pytest.raises(Refusal, match=r"layout: consumer has layer a: ends at byte 144 .*, producer has a sound one"):
         whole(cache(layer(base_bytes=112)), cache(layer()))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
-from kvferry.transport.base import Batch, Handle, Peer, QueueFull, State, Transport, TransportError
+from kvferry.transport.base import Batch, Handle, Peer, QueueFull, State, Transport
 
 NUDGE_AFTER_S = 0.003
 """A read that waits longer than this for a target that must poll gets a nudge; twice the usual inline read."""
@@ -92,7 +92,8 @@ class Reads:
             except QueueFull:
                 # Back-pressure: the rest is posted when something has finished.
                 return
-            except TransportError as error:
+            except Exception as error:
+                # Whatever a transport raises, this load fails alone, and with its reason.
                 self._end(Phase.FAILED, f"{type(error).__name__}: {error}")
                 return
             self._unposted.pop()

@@ -17,13 +17,12 @@ from kvferry.agent.reads import POLL_S, Phase, Reads
 from kvferry.control.addresses import AddressError
 from kvferry.control.endpoint import Endpoint, Route
 from kvferry.layout import CacheLayout
-from kvferry.plan import Refusal
 from kvferry.protocol import loader as machine
 from kvferry.protocol import messages
 from kvferry.protocol.events import Note, Received, Send, Tick
 from kvferry.protocol.lease import Leases
 from kvferry.protocol.messages import Message
-from kvferry.records import BadRecord, TransportRecord, WorkerRecord
+from kvferry.records import TransportRecord, WorkerRecord
 from kvferry.transport.base import Transport, TransportError
 
 logger = logging.getLogger(__name__)
@@ -270,7 +269,8 @@ class WorkerAgent(AgentLoop):
             if producer is None:
                 raise TransportError(f"the connection to {load.request.address} is gone")
             sources, load.num_bytes, load.num_descriptors = peers.bind(producer, load.request)
-        except (Refusal, TransportError) as error:
+        except Exception as error:
+            # Whatever planning raises, this load fails alone, and with its reason.
             self._handle(machine.ReadsFailed(load_id, f"{type(error).__name__}: {error}"))
             self._handle(machine.ReadsQuiet(load_id))
             return
@@ -359,12 +359,8 @@ class WorkerAgent(AgentLoop):
         try:
             record = records.decode_engine(message.payload)
             producer = peers.shake_hands(self._side, record, address)
-        except (BadRecord, Refusal, TransportError, AddressError) as error:
-            self._fail_handshake(address, f"{type(error).__name__}: {error}")
-            return
         except Exception as error:
-            # Whatever a peer's record makes us do, the load ends with a reason.
-            logger.exception("kvferry: handshake with %s", address)
+            # Whatever a peer's record makes us do, its loads end with a reason.
             self._fail_handshake(address, f"{type(error).__name__}: {error}")
             return
         del self._handshakes[address]

@@ -40,7 +40,7 @@ Gate = Callable[[], bool]
 
 _KIND = "kvferry-local/1"
 _TOKEN_BYTES = 16
-_MEMMOVE_BYTES = 256 << 10
+_MEMMOVE_BYTES = 64 << 10
 """From descriptors of this size on, a copy between mappings is faster than the system call, which pins each page;
 below, one call for a thousand descriptors is, and gives the GIL back less often."""
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
