@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import sys
 import time
 from collections import Counter
@@ -22,9 +23,9 @@ from kvsim.simulate import Result, run, run_seed, shrink
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run the protocol's simulator.")
-    parser.add_argument("--schedules", type=int, default=10_000, help="how many seeds to run")
+    parser.add_argument("--schedules", type=int, default=100_000, help="how many seeds to run")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--jobs", type=int, default=1, help="processes to use")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes to use")
     parser.add_argument("--seed", type=int, help="run only this one, made smaller if it breaks a rule")
     parser.add_argument("--trace", action="store_true", help="with --seed: print every event and action")
     options = parser.parse_args()

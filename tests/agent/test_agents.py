@@ -195,3 +195,19 @@ def test_a_renewed_claim_outlives_its_lease(make_engine) -> None:
     eventually(lambda: producer.freed(third), "and another")
     assert producer.freed(ref) == []
     assert consumer.load(load)[0].ok
+
+
+def test_a_stale_request_does_not_disturb_loads_of_the_same_address(make_engine) -> None:
+    producer, consumer = make_engine(), make_engine()
+    producer.fill([1], 4)
+    assert consumer.load(request_for(producer, producer.hold([1], 4), [1], [1], 4))[0].ok
+    ref = producer.hold([1], 4)
+    former = TransferRef(ref.producer, "of an earlier start", ref.transfer_id, ref.generation)
+    stale, good = request_for(producer, former, [1], [2], 4), request_for(producer, ref, [1], [3], 4)
+    for load in (stale, good):
+        consumer.workers[0].agent.load(load)
+    eventually(lambda: consumer.collected(stale.load_id) and consumer.collected(good.load_id), "both end")
+    assert not consumer.collected(stale.load_id)[0].ok
+    assert "incarnation" in consumer.collected(stale.load_id)[0].reason
+    assert consumer.collected(good.load_id)[0].ok
+    assert consumer.load(request_for(producer, producer.hold([1], 4), [1], [4], 4))[0].ok

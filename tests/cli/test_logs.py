@@ -41,6 +41,17 @@ def test_an_option_that_the_server_does_not_know() -> None:
     )
 
 
+def test_a_validation_error_comes_with_what_is_wrong() -> None:
+    lines = [
+        "pydantic_core._pydantic_core.ValidationError: 1 validation error for VllmConfig",
+        "  Value error, 9 heads must be divisible by 2. [type=value_error, input_value=ArgsKwargs((), {})]",
+        "    For further information visit a page",
+    ]
+    assert logs.last_error(lines).endswith(
+        "1 validation error for VllmConfig: Value error, 9 heads must be divisible by 2."
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

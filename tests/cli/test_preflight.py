@@ -66,6 +66,19 @@ def test_memory_grows_with_workers_cache_and_weights(tmp_path: Path) -> None:
     assert preflight.needed_memory_bytes(tmp_path, 1, preflight.GIB) == one + 2000
 
 
+def test_heads_that_cannot_be_split_evenly(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"text_config": {"num_attention_heads": 9}}')
+    preflight.require_divisible_heads(tmp_path, 3)
+    with pytest.raises(Problem, match="the 9 attention heads of .* can't be split among 2"):
+        preflight.require_divisible_heads(tmp_path, 2)
+    config.write_text("{}")
+    preflight.require_divisible_heads(tmp_path, 2)
+    config.write_text("{")
+    with pytest.raises(Problem, match="is not JSON"):
+        preflight.require_divisible_heads(tmp_path, 2)
+
+
 def test_available_memory_is_within_the_machine() -> None:
     total = preflight._meminfo_bytes("MemTotal")
     assert 0 < preflight.available_memory_bytes() <= total

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -52,6 +53,11 @@ def vllm_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests start no vLLM, so they also run where it can't be installed."""
     monkeypatch.setattr(preflight, "require_vllm", lambda: None)
     monkeypatch.setattr(preflight, "require_matching_torch", lambda: None)
+
+
+@pytest.fixture(autouse=True)
+def logs_in_a_place_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 @pytest.fixture

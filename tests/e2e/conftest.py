@@ -33,13 +33,14 @@ def pytest_configure(config: pytest.Config) -> None:
         clean_up_on_signals()
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of one configuration come together; the order is otherwise kept."""
     here = Path(__file__).parent
     mine = [item for item in items if here in item.path.parents]
     for item in mine:
         item.add_marker("e2e")
-        item.add_marker(pytest.mark.timeout(600))
+        item.add_marker(pytest.mark.timeout(900))  # starting servers on a busy machine is part of it
     first_seen: dict[str, int] = {}
     for index, item in enumerate(mine):
         first_seen.setdefault(_configuration_of(item), index)

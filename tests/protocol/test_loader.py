@@ -212,6 +212,7 @@ def test_a_refusal_abandons_reads_and_waits_for_quiet(machine):
     actions = told(machine, refused(1, "digest"), 1.0)
     assert actions[:2] == [AbandonReads("l"), Report("l", False, "digest: why", quiet=False)]
     assert the_release(actions).ranks == (0,)
+    assert of_kind(actions, Quieted) == []
     assert machine.num_draining == 1
     assert machine.handle(ReadsQuiet("l"), 99.0) == [Quieted("l")]
     assert machine.num_loads == 0

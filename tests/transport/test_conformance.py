@@ -302,13 +302,14 @@ def test_handles_are_given_back(pair: Any) -> None:
     here, _, connected = pair
     one = scattered(20, SIZES[0], 9)
 
-    def rounds(count: int) -> None:
-        for _ in range(count):
-            finish(here.transport, here.transport.read(connected, [one]))
+    def transfers(count: int) -> None:
+        for _ in range(count // 8):
+            for handle in [here.transport.read(connected, [one]) for _ in range(8)]:
+                finish(here.transport, handle)
 
-    rounds(200)
+    transfers(400)
     files, resident = open_files(), resident_bytes()
-    rounds(2000)
+    transfers(2000)
     assert here.transport.live_handles == 0
     assert open_files() == files
     # 2,000 leaked handles of 20 descriptors would be some 4 MiB at the least.

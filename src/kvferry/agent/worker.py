@@ -335,7 +335,7 @@ class WorkerAgent(AgentLoop):
     # Handshakes.
 
     def _begin_handshake(self, address: str, engine_id: str) -> None:
-        self._forget(address)
+        """Until it has ended well, loads go on under an earlier handshake with the same address, if there is one."""
         self._hello_seq += 1
         hello = messages.Hello(
             version=messages.PROTOCOL_VERSION,
@@ -363,7 +363,7 @@ class WorkerAgent(AgentLoop):
             # Whatever a peer's record makes us do, its loads end with a reason.
             self._fail_handshake(address, f"{type(error).__name__}: {error}")
             return
-        del self._handshakes[address]
+        self._forget(address)
         self._producers[address] = producer
         self.counters["handshakes"] += 1
         self._handle(machine.PeerReady(address, message.incarnation, producer.topology_digest))

@@ -18,6 +18,7 @@ _FIRST_PHASE = "importing vLLM"
 # vLLM's prefix: "(EngineCore pid=1) ERROR 11-29 18:27:05 [core.py:12] ".
 _PREFIX = re.compile(r"^(\(\S+ pid=\d+\)\s*)?((ERROR|INFO|WARNING|DEBUG) \S+ \S+ \[[^\]]*\]\s?)?")
 _EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Fault)|\S+: error)\b:?.*")
+_VALIDATION = re.compile(r"\d+ validation errors? for \w+$")
 _SECONDARY = ("Engine core initialization failed", "WorkerProc initialization failed", "EngineDeadError")
 
 _ADVICE = (
@@ -52,7 +53,13 @@ def bare(line: str) -> str:
 
 def last_error(lines: Iterable[str]) -> str:
     """The exception that ended a server: the last that is no mere consequence of another; "" if there is none."""
-    found = [text for text in map(bare, lines) if _EXCEPTION.match(text)]
+    plain = [bare(line) for line in lines]
+    found = [
+        # pydantic says what is wrong on the line after the exception's.
+        f"{text}: {after.strip().partition(' [type=')[0]}" if _VALIDATION.search(text) else text
+        for text, after in zip(plain, [*plain[1:], ""], strict=True)
+        if _EXCEPTION.match(text)
+    ]
     primary = [text for text in found if not any(mark in text for mark in _SECONDARY)]
     return (primary or found or [""])[-1]
 

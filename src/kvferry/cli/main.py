@@ -83,7 +83,7 @@ def demo(
 
     console = _console()
     with _ended_well(console), _reporter(console) as reporter:
-        directory = _model(model, reporter)
+        directory = _model(model, (tp_prefill, tp_decode), reporter)
         with _cluster(directory, tp_prefill, tp_decode, transport, policy, port, reporter) as cluster:
             rows = demonstration.run(cluster, CHUNK_TOKENS, reporter)
     demonstration.show(rows, console)
@@ -107,7 +107,7 @@ def up(
 
     console = _console()
     with _ended_well(console), _reporter(console) as reporter:
-        directory = _model(model, reporter)
+        directory = _model(model, (tp_prefill, tp_decode), reporter)
         with _cluster(directory, tp_prefill, tp_decode, transport, policy, port, reporter) as cluster:
             serve.until_stopped(cluster, reporter)
 
@@ -128,10 +128,10 @@ def _console() -> Console:
     return console if console.is_terminal else Console(width=120)
 
 
-def _model(model: Path | None, reporter: Reporter) -> Path:
+def _model(model: Path | None, tp_sizes: tuple[int, int], reporter: Reporter) -> Path:
     from kvferry.cli import models
 
-    return model.resolve() if model is not None else models.default_model(reporter)
+    return model.resolve() if model is not None else models.default_model(reporter, tp_sizes)
 
 
 def _cluster(

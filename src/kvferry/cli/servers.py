@@ -283,8 +283,8 @@ class Cluster:
         """Stop everything. Idempotent."""
         if self._children is None:
             return
-        if self.servers:
-            self._reporter.say("stopping the servers")
+        for server in self.everything:
+            self._reporter.state(server.name, "stopping")
         self._children.close()
         self._children = None
         if keep_logs:
@@ -310,6 +310,7 @@ class Cluster:
         for spec in self.specs:
             if not (spec.model / "config.json").is_file():
                 raise Problem(f"{spec.model} is no model directory: it has no config.json")
+            preflight.require_divisible_heads(spec.model, spec.tp_size)
         preflight.require_memory(
             sum(
                 preflight.needed_memory_bytes(spec.model, spec.tp_size, spec.cache_gib * preflight.GIB)

@@ -1,0 +1,308 @@
+"""The scheduler's half with vLLM's own block pool and requests, and real rendezvous on both sides."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+
+from kvferry.agent import LoadQuiet, LoadResult
+from kvferry.vllm import config
+from kvferry.vllm.metadata import WorkerMetadata
+from kvferry.vllm.scheduler import SchedulerSide, Stage
+
+BLOCK = 16
+NUM_BLOCKS = 33  # one of them is the null block
+
+
+def full_attention() -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
+
+
+class Side:
+    """One engine core: the half under test, and what vLLM's scheduler does around it."""
+
+    def __init__(self, role: str, policy: str = "recompute", **extra: Any) -> None:
+        self.pool = BlockPool(NUM_BLOCKS, enable_caching=False, hash_block_size=BLOCK)
+        self.tables: dict[str, list[Any]] = {}
+        transfer = SimpleNamespace(
+            engine_id=role,
+            is_kv_producer=role == "producer",
+            is_kv_consumer=role == "consumer",
+            kv_load_failure_policy=policy,
+        )
+        parallel = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1, decode_context_parallel_size=1)
+        vllm_config = SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel)
+        groups = [KVCacheGroupSpec(["layer"], full_attention())]
+        self.half = SchedulerSide(
+            vllm_config,
+            KVCacheConfig(num_blocks=NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups),
+            config.parse({"model_id": "m", **extra}),
+        )
+        manager = SimpleNamespace(
+            block_pool=self.pool, get_blocks=lambda request_id: KVCacheBlocks((self.tables[request_id],))
+        )
+        self.half.bind_kv_cache_manager(manager)
+
+    @property
+    def free(self) -> int:
+        return self.pool.get_num_free_blocks()
+
+    def allocate(self, request: Request, num_tokens: int) -> KVCacheBlocks:
+        self.tables[request.request_id] = self.pool.get_new_blocks(-(-num_tokens // BLOCK))
+        return KVCacheBlocks((self.tables[request.request_id],))
+
+    def free_blocks(self, request: Request) -> None:
+        self.pool.free_blocks(reversed(self.tables.pop(request.request_id)))
+
+    def finish(self, request: Request, status: RequestStatus = RequestStatus.FINISHED_LENGTH_CAPPED) -> Any:
+        request.status = status
+        blocks = self.tables.get(request.request_id, [])
+        delayed, params = self.half.request_finished(request, [[block.block_id for block in blocks]])
+        assert delayed is False  # vLLM is never asked to wait
+        return params
+
+    def report(self, request: Request, *results: LoadResult) -> None:
+        """What one engine step brings: the workers' figures, and the request once all ranks have reported."""
+        failed = {request.request_id} if any(not result.ok for result in results) else set()
+        self.half.update_connector_output(
+            KVConnectorOutput(
+                finished_recving={request.request_id},
+                failed_recving=failed,
+                kv_connector_worker_meta=WorkerMetadata(list(results)),
+            )
+        )
+
+
+def request_of(request_id: str, num_tokens: int, params: dict[str, Any] | None, first: int = 0) -> Request:
+    extra = {"kv_transfer_params": params} if params is not None else None
+    sampling = SamplingParams(max_tokens=4, extra_args=extra)
+    return Request(request_id, [first, *range(1, num_tokens)], sampling, None)
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "not within 30 s"
+        time.sleep(0.002)
+
+
+@pytest.fixture
+def make_side() -> Iterator[Callable[..., Side]]:
+    sides: list[Side] = []
+
+    def make(*args: Any, **kwargs: Any) -> Side:
+        sides.append(Side(*args, **kwargs))
+        return sides[-1]
+
+    yield make
+    for side in sides:
+        side.half.shutdown()
+
+
+def offer(producer: Side, num_tokens: int = 40) -> dict[str, Any]:
+    """A first leg, whole: its blocks stay held when vLLM has freed its own references."""
+    request = request_of(f"first-{num_tokens}-{producer.free}", num_tokens, {"do_remote_decode": True})
+    producer.half.on_new_request(request)
+    assert producer.half.get_num_new_matched_tokens(request, 0) == (0, False)
+    producer.allocate(request, num_tokens)
+    request.num_computed_tokens = num_tokens
+    params = producer.finish(request)
+    producer.free_blocks(request)
+    return params
+
+
+def begin(consumer: Side, params: dict[str, Any] | None, num_tokens: int = 40) -> tuple[Request, Any]:
+    """A second leg up to the load that the workers get."""
+    request = request_of(f"second-{num_tokens}-{time.monotonic_ns()}", num_tokens, params)
+    consumer.half.on_new_request(request)
+    tokens, is_async = consumer.half.get_num_new_matched_tokens(request, 0)
+    assert is_async == (tokens > 0)
+    blocks = consumer.allocate(request, tokens or num_tokens)
+    consumer.half.update_state_after_alloc(request, blocks, tokens)
+    loads = consumer.half.build_connector_meta().loads
+    return request, (loads[0] if loads else None)
+
+
+def result(load: Any, rank: int, *, ok: bool = True, quiet: bool = True, reason: str = "") -> LoadResult:
+    return LoadResult(load.request_id, load.load_id, rank, ok, quiet, reason, "local", 64, 2, 0.01, 0.001)
+
+
+def test_a_whole_transfer(make_side: Callable[..., Side]) -> None:
+    producer, consumer = make_side("producer"), make_side("consumer")
+    params = offer(producer)
+    assert producer.free == NUM_BLOCKS - 1 - 3
+    request, load = begin(consumer, params)
+    assert (load.first_token, load.end_token, load.refused) == (0, 39, "")
+    assert load.consumer_block_ids == (tuple(block.block_id for block in consumer.tables[request.request_id]),)
+    assert load.producer_block_ids == (tuple(params["remote_block_ids"][0]),)
+    consumer.report(request, result(load, 0), result(load, 1))
+    eventually(lambda: producer.half.drain() > 0)
+    assert producer.free == NUM_BLOCKS - 1
+    answer = consumer.finish(request)
+    assert answer["kvferry"] == {
+        "path": "remote",
+        "transport": "local",
+        "bytes": 128,
+        "descriptors": 4,
+        "transfer_ms": 10.0,
+        "reason": "",
+    }
+
+
+def test_a_failed_load_that_is_not_quiet_is_quarantined(make_side: Callable[..., Side]) -> None:
+    producer, consumer = make_side("producer"), make_side("consumer")
+    request, load = begin(consumer, offer(producer))
+    consumer.report(request, result(load, 0), result(load, 1, ok=False, quiet=False, reason="wire cut"))
+    consumer.free_blocks(request)  # vLLM frees a failed load at once
+    assert consumer.free == NUM_BLOCKS - 1 - 3
+    consumer.half._agent._inbox.append(LoadQuiet(load.load_id, 1))
+    assert consumer.half.has_pending_block_frees()
+    assert consumer.free == NUM_BLOCKS - 1
+    assert not consumer.half.has_pending_block_frees()
+    assert consumer.half.get_num_new_matched_tokens(request, 0) == (0, False)  # recomputed, not asked for again
+    assert consumer.finish(request)["kvferry"]["reason"] == "wire cut"
+
+
+def test_news_of_quiet_may_overtake_the_report(make_side: Callable[..., Side]) -> None:
+    producer, consumer = make_side("producer"), make_side("consumer")
+    request, load = begin(consumer, offer(producer))
+    consumer.half._agent._inbox.append(LoadQuiet(load.load_id, 1))
+    consumer.half.drain()
+    consumer.report(request, result(load, 0), result(load, 1, ok=False, quiet=False, reason="wire cut"))
+    consumer.free_blocks(request)
+    assert consumer.free == NUM_BLOCKS - 1
+
+
+def test_a_full_quarantine_stops_new_loads(make_side: Callable[..., Side]) -> None:
+    producer, consumer = make_side("producer"), make_side("consumer", max_quarantined=0.1)
+    request, load = begin(consumer, offer(producer))
+    consumer.report(request, *(result(load, rank, ok=False, quiet=False, reason="wire cut") for rank in (0, 1)))
+    consumer.free_blocks(request)
+    second, nothing = begin(consumer, offer(producer))
+    assert nothing is None
+    assert "quarantine" in consumer.finish(second)["kvferry"]["reason"]
+
+
+def test_an_abort_while_loading_cancels_and_waits_for_the_workers(make_side: Callable[..., Side]) -> None:
+    producer, consumer = make_side("producer"), make_side("consumer")
+    request, load = begin(consumer, offer(producer))
+    consumer.finish(request, RequestStatus.FINISHED_ABORTED)
+    assert [load_id for load_id, _ in consumer.half.build_connector_meta().cancels] == [load.load_id]
+    assert consumer.half._fetches[request.request_id].stage is Stage.LOADING
+    consumer.report(request, *(result(load, rank, ok=False, reason="cancelled") for rank in (0, 1)))
+    assert consumer.half._fetches == {}
+    eventually(lambda: producer.half.drain() > 0)
+
+
+@pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])
+def test_a_request_that_ends_before_its_load_releases(make_side: Callable[..., Side], status: RequestStatus) -> None:
+    producer, consumer = make_side("producer"), make_side("consumer")
+    params = offer(producer)
+    request = request_of("second", 40, params)
+    consumer.half.on_new_request(request)
+    consumer.finish(request, status)
+    eventually(lambda: producer.half.drain() > 0)
+    assert consumer.half._fetches == {}
+
+
+def test_a_first_leg_that_did_not_finish_offers_nothing(make_side: Callable[..., Side]) -> None:
+    producer = make_side("producer")
+    request = request_of("first", 40, {"do_remote_decode": True})
+    producer.allocate(request, 40)
+    request.num_computed_tokens = 32
+    assert producer.finish(request, RequestStatus.FINISHED_ABORTED) is None
+    producer.free_blocks(request)
+    assert producer.free == NUM_BLOCKS - 1
+
+
+def test_beyond_the_cap_a_prompt_is_not_offered_and_the_reason_travels(make_side: Callable[..., Side]) -> None:
+    producer, consumer = make_side("producer", max_held=0.1), make_side("consumer")
+    assert offer(producer)["do_remote_prefill"] is True
+    params = offer(producer, num_tokens=41)
+    assert params["do_remote_prefill"] is False
+    request, load = begin(consumer, params)
+    assert load is None
+    report = consumer.finish(request)["kvferry"]
+    assert (report["path"], "max_held" in report["reason"]) == ("recomputed", True)
+
+
+@pytest.mark.parametrize(("policy", "loads"), [("recompute", False), ("fail", True)])
+def test_unusable_parameters_follow_the_policy(make_side: Callable[..., Side], policy: str, loads: bool) -> None:
+    consumer = make_side("consumer", policy)
+    request, load = begin(consumer, {"do_remote_prefill": True, "remote_host": "10.0.0.1"})
+    assert (load is not None) == loads
+    if load is not None:
+        assert "does not run kvferry" in load.refused
+        consumer.report(request, *(result(load, rank, ok=False, reason=load.refused) for rank in (0, 1)))
+    assert "does not run kvferry" in consumer.finish(request)["kvferry"]["reason"]
+    assert consumer.half._fetches == {}
+
+
+def test_a_transfer_used_before_is_computed_not_failed(make_side: Callable[..., Side]) -> None:
+    producer, consumer = make_side("producer"), make_side("consumer", "fail")
+    params = offer(producer)
+    request, load = begin(consumer, params)
+    consumer.report(request, result(load, 0), result(load, 1))
+    again, nothing = begin(consumer, params)
+    assert nothing is None
+    assert consumer.finish(again)["kvferry"]["path"] == "recomputed"
+
+
+def test_a_local_hit_of_all_that_matters_loads_nothing(make_side: Callable[..., Side]) -> None:
+    producer, consumer = make_side("producer"), make_side("consumer")
+    request = request_of("second", 33, offer(producer, num_tokens=33))
+    consumer.half.on_new_request(request)
+    assert consumer.half.get_num_new_matched_tokens(request, 32) == (0, False)  # token 33 is computed anyway
+    consumer.half.update_state_after_alloc(request, consumer.allocate(request, 33), 0)
+    assert consumer.finish(request)["kvferry"]["path"] == "local"
+    eventually(lambda: producer.half.drain() > 0)
+
+
+def test_what_the_local_cache_has_is_left_out_of_the_load(make_side: Callable[..., Side]) -> None:
+    producer, consumer = make_side("producer"), make_side("consumer")
+    request = request_of("second", 40, offer(producer))
+    consumer.half.on_new_request(request)
+    assert consumer.half.get_num_new_matched_tokens(request, 16) == (23, True)
+    blocks = consumer.allocate(request, 39)
+    blocks.blocks[0][0]._block_hash = b"a local hit has a hash"
+    consumer.half.update_state_after_alloc(request, blocks, 23)
+    (load,) = consumer.half.build_connector_meta().loads
+    assert (load.first_token, load.end_token) == (16, 39)
+    assert load.consumer_block_ids[0][0] == -1
+    assert -1 not in load.consumer_block_ids[0][1:]
+
+
+def test_a_reset_gives_back_what_nobody_claimed(make_side: Callable[..., Side]) -> None:
+    producer, consumer = make_side("producer"), make_side("consumer")
+    offer(producer)
+    assert producer.pool.reset_prefix_cache() is True
+    assert producer.free == NUM_BLOCKS - 1
+    request, load = begin(consumer, offer(producer))
+    eventually(lambda: producer.half._agent._producer.num_open_claims > 0)
+    assert producer.pool.reset_prefix_cache() is False  # somebody reads
+    consumer.report(request, result(load, 0), result(load, 1))
+    eventually(lambda: producer.half.drain() > 0)
+    assert producer.pool.reset_prefix_cache() is True
+
+
+def test_a_terminating_engine_stays_while_blocks_are_held(make_side: Callable[..., Side]) -> None:
+    producer, consumer = make_side("producer"), make_side("consumer")
+    request, load = begin(consumer, offer(producer))
+    assert not producer.half.has_pending_push_work()
+    producer.half._closing = True
+    assert producer.half.has_pending_push_work()
+    consumer.report(request, result(load, 0), result(load, 1))
+    eventually(lambda: not producer.half.has_pending_push_work())
