@@ -25,6 +25,7 @@ def test_a_consequence_is_better_than_nothing() -> None:
 
 
 def test_a_log_without_an_error_has_none() -> None:
+    assert logs.last_error([]) == ""
     assert logs.last_error(["INFO 11-29 18:27:23 [a.py:1] no error here", "Error handling is on"]) == ""
 
 

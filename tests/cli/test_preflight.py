@@ -70,7 +70,7 @@ def test_heads_that_cannot_be_split_evenly(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text('{"text_config": {"num_attention_heads": 9}}')
     preflight.require_divisible_heads(tmp_path, 3)
-    with pytest.raises(Problem, match="the 9 attention heads of .* can't be split among 2"):
+    with pytest.raises(Problem, match=r"the 9 attention heads of .* can't be split among 2"):
         preflight.require_divisible_heads(tmp_path, 2)
     config.write_text("{}")
     preflight.require_divisible_heads(tmp_path, 2)

@@ -160,6 +160,17 @@ class TestOrdinaryTrouble:
         api.post(f"{pair.prefill.url}/reset_prefix_cache", {})
         assert pair.prefill.used_blocks() == 0
 
+    def test_pausing_ends_unread_holds_and_resuming_goes_on(self, pair: Cluster) -> None:
+        prompt = prompt_of(300, seed=23)
+        expected = alone(pair, prompt)
+        body, params = first_leg(pair, prompt)
+        api.post(f"{pair.prefill.url}/pause", {})
+        api.post(f"{pair.prefill.url}/resume", {})
+        assert pair.prefill.used_blocks() == 0
+        assert_same(second_leg(pair, body, params), expected, "recomputed")
+        assert_same(second_leg(pair, *first_leg(pair, prompt)), expected, "remote")
+        assert_drained(pair)
+
     def test_a_client_that_leaves_before_during_and_after(self, pair: Cluster) -> None:
         prompt = prompt_of(600, seed=20)
         expected = alone(pair, prompt)
@@ -213,4 +224,27 @@ def test_through_the_router(pair: Cluster) -> None:
         expected = alone(pair, prompt)
         answer = api.complete(pair.router.url, prompt, cache_salt=salt())
         assert_same(answer, expected, "remote")
+    assert_drained(pair)
+
+
+SMALL = PairConfig(args=("--num-gpu-blocks-override", "24"))
+
+
+@pytest.mark.parametrize("pair", [SMALL], indirect=True, ids=["small-pools"])
+def test_preemption_and_full_pools_change_no_token(pair: Cluster) -> None:
+    """23 blocks a side for 8 requests of 4 to 6: the decode side preempts, the prefill side may not hold them all."""
+    prompts = [prompt_of(400, seed=60 + index) for index in range(8)]
+    expected = [alone(pair, prompt, max_tokens=150) for prompt in prompts]
+
+    def run(prompt: list[int]) -> tuple[list[int], str]:
+        body = api.completion_body(prompt, cache_salt=salt(), max_tokens=150)
+        params = api.prefill_leg(pair.prefill.url, body)["kv_transfer_params"]
+        answer = second_leg(pair, body, params)
+        return api.tokens(answer), api.transfer_report(answer)["path"]
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(run, prompts))
+    assert [tokens for tokens, _ in answers] == expected
+    assert "remote" in {path for _, path in answers}
+    assert pair.decode.metrics().value("vllm:num_preemptions_total") > 0
     assert_drained(pair)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from itertools import pairwise
 
 _PHASES = (
     ("Resolved architecture", "reading the model's configuration"),
@@ -57,7 +58,7 @@ def last_error(lines: Iterable[str]) -> str:
     found = [
         # pydantic says what is wrong on the line after the exception's.
         f"{text}: {after.strip().partition(' [type=')[0]}" if _VALIDATION.search(text) else text
-        for text, after in zip(plain, [*plain[1:], ""], strict=True)
+        for text, after in pairwise([*plain, ""])
         if _EXCEPTION.match(text)
     ]
     primary = [text for text in found if not any(mark in text for mark in _SECONDARY)]
