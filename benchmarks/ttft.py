@@ -34,7 +34,7 @@ def nixl_pair(model: Path) -> list[ServerSpec]:
         ServerSpec(
             role,
             model,
-            kv_config={"kv_connector": "NixlConnector", "kv_role": ROLE_OF[role], "kv_load_failure_policy": "recompute"},
+            kv_config={"kv_connector": "NixlConnector", "kv_role": ROLE_OF[role]},
             env={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(ports[role]), "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"},
         )
         for role in (PREFILL, DECODE)
@@ -79,7 +79,10 @@ def unpin(cluster: Cluster) -> None:
 
 
 def main(
-    requests: int = 20, model: str = "tiny", transport: str = "local", do_unpin: bool = typer.Option(True, "--unpin/--pinned")
+    requests: int = 20,
+    model: str = "tiny",
+    transport: str = "local",
+    do_unpin: bool = typer.Option(True, "--unpin/--pinned"),
 ) -> None:
     """Prints a table and, as the last line, the same as JSON."""
     directory = models.smollm2() if model == "smollm2" else models.tiny("llama")

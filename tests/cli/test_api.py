@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -77,12 +80,14 @@ def test_no_server_is_an_http_error_of_status_0() -> None:
 
 
 def test_loopback_is_reached_without_the_proxy_of_the_environment(
-    new_server: Callable[[], Recorder], monkeypatch: pytest.MonkeyPatch
+    new_server: Callable[[], Recorder],
 ) -> None:
-    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_ports(1)[0]}")
     server = new_server()
     server.answers["/health"] = lambda _: (200, "")
-    assert api.is_healthy(server.url)
+    environment = {**os.environ, "http_proxy": f"http://127.0.0.1:{free_ports(1)[0]}", "no_proxy": ""}
+    code = f"from kvferry.cli import api; print(api.is_healthy({server.url!r}))"
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout == "True\n"
 
 
 PAGE = """\

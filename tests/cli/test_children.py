@@ -140,6 +140,7 @@ with stop_on_signals():
         time.sleep(600)
     finally:
         children.close()
+        print("cleaned", flush=True)
 """
 
 
@@ -156,11 +157,10 @@ class Parent:
     def child_pids(self) -> set[int]:
         return proc.members(self.label, self.child_pid)
 
-    def end(self) -> int:
-        status = self.process.wait(timeout=60)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        return status
+    def end(self) -> tuple[int, str]:
+        """Its exit status, and what it said last."""
+        said, _ = self.process.communicate(timeout=60)
+        return self.process.returncode, said
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ class Parent:
 def test_a_signal_to_us_stops_the_children(tmp_path: Path, number: int, status: int) -> None:
     parent = Parent(tmp_path, HAS_GRANDCHILDREN, grace_s=5)
     parent.process.send_signal(number)
-    assert parent.end() == status
+    assert parent.end() == (status, "cleaned\n")
     assert parent.child_pids() == set()
 
 
@@ -180,7 +180,9 @@ def test_a_second_signal_does_not_break_into_the_clean_up(tmp_path: Path) -> Non
         parent.process.send_signal(signal.SIGTERM)
         parent.process.send_signal(signal.SIGINT)
         time.sleep(0.1)  # spread over the clean-up, which takes the child's 1.5 s
-    parent.end()
+    status, said = parent.end()
+    assert status in (128 + signal.SIGTERM, -signal.SIGINT)  # whichever of the first two was handled first
+    assert said == "cleaned\n"
     assert parent.child_pids() == set()
 
 
@@ -190,7 +192,7 @@ def test_the_guardian_cleans_up_when_we_are_killed(tmp_path: Path) -> None:
     parent = Parent(tmp_path, code, grace_s=5)
     assert segment.exists()
     parent.process.kill()
-    assert parent.end() == -signal.SIGKILL
+    assert parent.end() == (-signal.SIGKILL, "")
     wait_until(lambda: parent.child_pids() == set(), "the end of the orphan")
     wait_until(lambda: not segment.exists(), "the removal of its shared memory")
 

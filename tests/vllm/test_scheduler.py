@@ -17,8 +17,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvferry.agent import LoadQuiet, LoadResult
 from kvferry.vllm import config
+from kvferry.vllm.fetches import Stage
 from kvferry.vllm.metadata import WorkerMetadata
-from kvferry.vllm.scheduler import SchedulerSide, Stage
+from kvferry.vllm.scheduler import SchedulerSide
 
 BLOCK = 16
 NUM_BLOCKS = 33  # one of them is the null block
@@ -201,9 +202,9 @@ def test_an_abort_while_loading_cancels_and_waits_for_the_workers(make_side: Cal
     request, load = begin(consumer, offer(producer))
     consumer.finish(request, RequestStatus.FINISHED_ABORTED)
     assert [load_id for load_id, _ in consumer.half.build_connector_meta().cancels] == [load.load_id]
-    assert consumer.half._fetches[request.request_id].stage is Stage.LOADING
+    assert consumer.half.fetches._fetches[request.request_id].stage is Stage.LOADING
     consumer.report(request, *(result(load, rank, ok=False, reason="cancelled") for rank in (0, 1)))
-    assert consumer.half._fetches == {}
+    assert len(consumer.half.fetches) == 0
     eventually(lambda: producer.half.drain() > 0)
 
 
@@ -215,7 +216,7 @@ def test_a_request_that_ends_before_its_load_releases(make_side: Callable[..., S
     consumer.half.on_new_request(request)
     consumer.finish(request, status)
     eventually(lambda: producer.half.drain() > 0)
-    assert consumer.half._fetches == {}
+    assert len(consumer.half.fetches) == 0
 
 
 def test_a_first_leg_that_did_not_finish_offers_nothing(make_side: Callable[..., Side]) -> None:
@@ -248,7 +249,7 @@ def test_unusable_parameters_follow_the_policy(make_side: Callable[..., Side], p
         assert "does not run kvferry" in load.refused
         consumer.report(request, *(result(load, rank, ok=False, reason=load.refused) for rank in (0, 1)))
     assert "does not run kvferry" in consumer.finish(request)["kvferry"]["reason"]
-    assert consumer.half._fetches == {}
+    assert len(consumer.half.fetches) == 0
 
 
 def test_a_transfer_used_before_is_computed_not_failed(make_side: Callable[..., Side]) -> None:

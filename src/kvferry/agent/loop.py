@@ -6,6 +6,7 @@ import collections
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from kvferry.control.addresses import AddressError
@@ -25,7 +26,7 @@ class Counters(collections.Counter[str]):
     """Counts by name, written by one thread, read by any (a read may be one event behind)."""
 
 
-class AgentLoop:
+class AgentLoop(ABC):
     """Runs one thread that owns `endpoint`. Subclasses say what to do with messages, losses and time.
 
     Other threads call only `submit`, `start`, `stop` and what subclasses mark as safe for any thread.
@@ -71,11 +72,13 @@ class AgentLoop:
     def on_start(self) -> None:
         """Once, before the first message."""
 
+    @abstractmethod
     def on_message(self, source: Route | str, message: Message) -> None:
-        raise NotImplementedError
+        """A well-formed message came."""
 
+    @abstractmethod
     def on_lost(self, address: str, reason: str) -> None:
-        raise NotImplementedError
+        """A connection that was dialled is over and forgotten."""
 
     def on_time(self) -> None:
         """After every wake-up."""

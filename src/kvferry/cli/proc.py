@@ -10,7 +10,7 @@ from pathlib import Path
 CHILD_VARIABLE = "KVFERRY_CHILD"  # in the environment of a child and of all that it starts
 
 _SHM = Path("/dev/shm")
-_SHM_MAPPING = re.compile(r"(/dev/shm/\S+)$", re.MULTILINE)
+_SHM_MAPPING = re.compile(r" (\d+) +/dev/shm/\S+(?: \(deleted\))?$", re.MULTILINE)  # the inode
 _TCP_LISTEN = "0A"
 
 
@@ -62,18 +62,20 @@ def is_resource_tracker(pid: int) -> bool:
 
 
 def shared_memory(pids: Iterable[int]) -> set[str]:
-    """Paths below /dev/shm that any of these processes has mapped or open."""
-    found: set[str] = set()
+    """Paths below /dev/shm that any of these processes has mapped or open.
+
+    Found by inode: glibc makes a named semaphore under another name, which is what its mapping goes on to show.
+    """
+    inodes: set[int] = set()
     for pid in pids:
         try:
-            found.update(_SHM_MAPPING.findall(Path(f"/proc/{pid}/maps").read_text(errors="replace")))
+            inodes.update(map(int, _SHM_MAPPING.findall(Path(f"/proc/{pid}/maps").read_text(errors="replace"))))
             for descriptor in os.scandir(f"/proc/{pid}/fd"):
-                target = os.readlink(descriptor.path)
-                if target.startswith(f"{_SHM}/") and not target.endswith(" (deleted)"):
-                    found.add(target)
+                if os.readlink(descriptor.path).startswith(f"{_SHM}/"):
+                    inodes.add(os.stat(descriptor.path).st_ino)
         except OSError:
             continue  # it ended meanwhile
-    return found
+    return {entry.path for entry in os.scandir(_SHM) if entry.inode() in inodes}
 
 
 def remove_shared_memory(paths: Iterable[str], since_s: float) -> list[str]:

@@ -15,10 +15,14 @@ def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
+def _ignore(_number: int, _frame: FrameType | None) -> None:
+    """Not SIG_IGN: Python complains when a signal that came before it was set is still to be handled."""
+
+
 def _raise_once(number: int, _frame: FrameType | None) -> None:
     # Before the exception starts its way up: a second signal must not break into the clean-up.
     for each in STOPPING:
-        signal.signal(each, signal.SIG_IGN)
+        signal.signal(each, _ignore)
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(128 + number)
@@ -47,7 +51,7 @@ def signals_ignored() -> Iterator[None]:
     if not _in_main_thread():
         yield
         return
-    before = {each: signal.signal(each, signal.SIG_IGN) for each in STOPPING}
+    before = {each: signal.signal(each, _ignore) for each in STOPPING}
     try:
         yield
     finally:

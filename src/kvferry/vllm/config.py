@@ -28,6 +28,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allowed_peers: CIDR ranges that may be dialled.
     model_id: what both sides call the model; by default a digest of its Hugging Face configuration.
     weights_epoch: part of every prompt's digest; change it on both sides together with the weights.
+    silence_s: a connection on which the other side says nothing for this long, not even to probes, is over.
     max_held, max_quarantined: largest fraction of the block pool that waits for readers, or for failed reads.
     """
 
@@ -50,6 +51,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parking_s: float = _LEASES.parking_s
     handshake_s: float = _LEASES.handshake_s
     longest_hold_s: float = _LEASES.longest_hold_s
+    silence_s: float = 9.0
     load_s: float = _LEASES.load_s
 
     def leases(self) -> Leases:
@@ -77,6 +79,10 @@ def parse(extra_config: Mapping[str, Any]) -> Config:
     for name in ("max_held", "max_quarantined"):
         if not 0.0 < getattr(config, name) <= 1.0:
             raise ConfigError(f"kv_connector_extra_config: {name} is {getattr(config, name)}, not in (0, 1]")
+    if not config.silence_s > 0:
+        raise ConfigError(
+            f"kv_connector_extra_config: silence_s is {config.silence_s}, not a positive number of seconds"
+        )
     try:
         config.leases()
     except ValueError as error:

@@ -6,7 +6,7 @@ import logging
 import os
 
 from kvferry.control.addresses import AllowedRanges, advertised_host
-from kvferry.control.endpoint import Endpoint
+from kvferry.control.endpoint import Endpoint, Limits
 from kvferry.control.security import Security, load_secret
 from kvferry.transport import registry
 from kvferry.transport.base import Transport, TransportUnavailable
@@ -19,7 +19,8 @@ def open_endpoint(config: Config, port: int) -> Endpoint:
     """A control endpoint on the advertised host. Raises AddressError or SecurityError, which say what to set."""
     host = advertised_host(config.host_ip, os.environ)
     security = Security.choose(host, load_secret(config.secret, os.environ), config.allow_open)
-    return Endpoint(host, security, AllowedRanges(config.allowed_peers), port)
+    limits = Limits(heartbeat_s=config.silence_s / 3)
+    return Endpoint(host, security, AllowedRanges(config.allowed_peers), port, limits=limits)
 
 
 def open_transports(config: Config) -> list[Transport]:

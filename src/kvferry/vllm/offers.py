@@ -1,0 +1,73 @@
+"""The producer's half in the scheduler's process: holds what a first leg has computed, and says how to fetch it."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import RequestStatus
+
+from kvferry.control.addresses import parse
+from kvferry.protocol.digest import blocks_digest
+from kvferry.protocol.messages import TransferRef
+from kvferry.vllm.core import Core
+from kvferry.vllm.digests import request_digest, undigestible
+from kvferry.vllm.ledger import LedgerFull
+from kvferry.vllm.params import Offer, not_offered, to_params
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class Offers:
+    """Makes one offer per finished first leg. The blocks stay held until the rendezvous says that they are read."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._host, self._port = parse(core.agent.endpoint.address)
+        self._generation = 0
+
+    def request_finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+        """The parameters for the second leg: an offer, or why there is none. None for a request that did not finish.
+
+        block_ids: per KV cache group of vLLM, clipped to the computed tokens.
+        """
+        if request.status not in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
+            return None
+        num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        problem = undigestible(request) or ("" if num_tokens > 0 else "no token was computed")
+        if not problem:
+            try:
+                return self._offer(request, block_ids, num_tokens)
+            except LedgerFull as error:
+                problem = str(error)
+        self._core.stats.count_refusal("not_held")
+        logger.warning("kvferry: request %s is not offered: %s", request.request_id, problem)
+        return not_offered(problem)
+
+    def _offer(self, request: Request, block_ids: Sequence[Sequence[int]], num_tokens: int) -> dict[str, Any]:
+        core = self._core
+        blocks = core.manager.get_blocks(request.request_id).blocks
+        self._generation += 1
+        offer = Offer(
+            ref=TransferRef(core.agent.engine_id, core.agent.incarnation, secrets.token_hex(16), self._generation),
+            host=self._host,
+            port=self._port,
+            key_id=core.agent.endpoint.key_id,
+            num_tokens=num_tokens,
+            block_ids=tuple(tuple(block_ids[group]) for group in core.group_ids),
+        )
+        digest = request_digest(request, num_tokens, model=core.model, weights_epoch=core.config.weights_epoch)
+        core.ledger.hold(offer.ref, [blocks[group][: len(block_ids[group])] for group in core.group_ids])
+        core.agent.hold(offer.ref, num_tokens, digest, blocks_digest(offer.block_ids))
+        return to_params(
+            offer,
+            request_id=request.request_id,
+            tp_size=core.parallel.tensor_parallel_size,
+            pp_size=core.parallel.pipeline_parallel_size,
+            dcp_size=core.parallel.decode_context_parallel_size,
+        )
