@@ -12,6 +12,9 @@ from kvferry.cli import models, proc
 from kvferry.cli.errors import Problem
 from kvferry.cli.servers import Cluster, Server, ServerSpec, pair
 
+PATIENT: Mapping[str, Any] = {"handshake_s": 60, "silence_s": 30, "load_s": 120}
+"""Settings for a host on which everything may be slow: no test is about these limits."""
+
 
 @dataclass(frozen=True)
 class PairConfig:
@@ -42,7 +45,7 @@ class PairConfig:
             self.tp_decode,
             self.transport,
             self.policy,
-            self.extra,
+            {**PATIENT, **self.extra},
             args=self.args,
             env=self.env,
             max_num_batched_tokens=self.max_num_batched_tokens,
