@@ -26,12 +26,16 @@ class TransportRecord(msgspec.Struct, frozen=True):
 
 
 class WorkerRecord(msgspec.Struct, frozen=True):
-    """One worker: rank = pp_rank * tp_size + tp_rank. Transports are in the worker's order of preference."""
+    """One worker: rank = pp_rank * tp_size + tp_rank. Transports are in the worker's order of preference.
+
+    control_key_id: names the key of its control socket; empty when open.
+    """
 
     rank: int
     pp_rank: int
     tp_rank: int
     control_address: str
+    control_key_id: str
     layout: CacheLayout
     transports: tuple[TransportRecord, ...]
 
@@ -83,6 +87,9 @@ def decode_worker(payload: bytes) -> WorkerRecord:
         raise BadRecord(f"worker record of {len(payload)} bytes: {error}") from None
 
 
+_HINTS = {"model": "if both serve the same weights, give both the same model_id"}
+
+
 def compare(
     consumer_fingerprint: dict[str, str],
     consumer_group_kinds: tuple[str, ...],
@@ -93,6 +100,6 @@ def compare(
         ours = consumer_fingerprint.get(field, "(not stated)")
         theirs = producer.fingerprint.get(field, "(not stated)")
         if ours != theirs:
-            raise Refusal(field, ours, theirs)
+            raise Refusal(field, ours, theirs, _HINTS.get(field, ""))
     if consumer_group_kinds != producer.group_kinds:
         raise Refusal("KV cache groups", list(consumer_group_kinds), list(producer.group_kinds))

@@ -45,8 +45,8 @@ def eventually(condition: Callable[[], object], what: str) -> None:
         time.sleep(0.002)
 
 
-def open_endpoint() -> Endpoint:
-    return Endpoint("127.0.0.1", Security(()), AllowedRanges())
+def open_endpoint(secrets: tuple[bytes, ...] = ()) -> Endpoint:
+    return Endpoint("127.0.0.1", Security.choose("127.0.0.1", secrets), AllowedRanges())
 
 
 def values(layer: int, head: int, tokens: np.ndarray) -> np.ndarray:
@@ -140,7 +140,7 @@ def request_for(
         "claim_id": secrets.token_hex(16),
         "ref": ref,
         "address": producer.agent.endpoint.address,
-        "key_id": "",
+        "key_id": producer.agent.endpoint.key_id,
         "num_tokens": prompt_tokens,
         "first_token": first_token,
         "end_token": prompt_tokens,
@@ -170,10 +170,11 @@ class Engines:
         transports: tuple[str, ...] = ("local",),
         fingerprint: dict[str, str] | None = None,
         leases: Leases | None = None,
+        secret_keys: tuple[bytes, ...] = (),
         wrap: Wrap = lambda transport: transport,
     ) -> Engine:
         leases = leases or Leases()
-        agent = EngineAgent(secrets.token_hex(4), secrets.token_hex(16), open_endpoint(), leases)
+        agent = EngineAgent(secrets.token_hex(4), secrets.token_hex(16), open_endpoint(secret_keys), leases)
         agent.start()
         engine = Engine(agent, [], total_heads)
         self.all.append(engine)
@@ -186,7 +187,7 @@ class Engines:
                 pp_rank=0,
                 tp_rank=rank,
                 num_ranks=tp_size,
-                endpoint=open_endpoint(),
+                endpoint=open_endpoint(secret_keys),
                 make_transports=lambda: [wrap(registry.make(name, {})) for name in transports],
                 layout=layout_of(cache, heads),
                 fingerprint=prints,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from agent_engines import Engine, eventually, request_for
 
+from kvferry.protocol.lease import Leases
 from kvferry.transport.base import PeerLost, QueueFull, State, Status, Transport
 
 
@@ -14,7 +16,7 @@ class Faulty:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self.on_read: list[Exception] = []
-        self.on_poll: list[Status] = []
+        self.on_poll: list[Status | Exception] = []
         self.unquiet = 0
 
     def __getattr__(self, name: str):
@@ -26,7 +28,10 @@ class Faulty:
         return self._transport.read(peer, batches)
 
     def poll(self, handle) -> Status:
-        return self.on_poll.pop(0) if self.on_poll else self._transport.poll(handle)
+        instead = self.on_poll.pop(0) if self.on_poll else self._transport.poll(handle)
+        if isinstance(instead, Exception):
+            raise instead
+        return instead
 
     def release(self, handle) -> bool:
         if self.unquiet:
@@ -110,3 +115,67 @@ def test_what_no_agent_understands_is_counted(make_engine) -> None:
     eventually(lambda: (dropped.counters["bad_messages"], dropped.endpoint.counters["malformed"]) == (4, 1), "counted")
     producer.fill([1, 2], 8)
     assert consumer.load(load_of(producer))[0].ok
+
+
+def test_a_transport_that_breaks_its_contract_fails_one_load(faulty) -> None:
+    producer, consumer, transport = faulty
+    transport.on_poll = [RuntimeError("polling must not raise")]
+    (failed,) = consumer.load(load_of(producer))
+    assert (failed.ok, "polling must not raise" in failed.reason) == (False, True)
+    assert consumer.load(load_of(producer))[0].ok
+
+
+def test_memory_that_is_gone_is_asked_for_anew(faulty) -> None:
+    producer, consumer, transport = faulty
+    assert consumer.load(load_of(producer))[0].ok
+    transport.on_read = [PeerLost("its worker registered anew")]
+    assert not consumer.load(load_of(producer))[0].ok
+    assert consumer.load(load_of(producer))[0].ok
+    assert consumer.workers[0].agent.counters["handshakes"] == 2
+
+
+def test_stopping_an_agent_reports_what_was_running(faulty) -> None:
+    producer, consumer, transport = faulty
+    transport.on_read = [QueueFull("for ever")] * 100_000
+    load = load_of(producer)
+    consumer.workers[0].agent.load(load)
+    eventually(lambda: len(transport.on_read) < 100_000, "the load is under way")
+    consumer.workers[0].agent.stop()
+    assert [(one.load_id, one.ok, one.quiet) for one in consumer.collected(load.load_id)] == [
+        (load.load_id, False, True)
+    ]
+
+
+def test_what_cannot_be_put_on_the_wire_disturbs_no_other_load(make_engine) -> None:
+    leases = Leases(claim_reply_s=0.2, load_s=1, lease_s=1, renew_s=0.2)
+    producer, consumer = make_engine(), make_engine(leases=leases)
+    producer.fill([1, 2], 8)
+    good, bad = load_of(producer), load_of(producer)
+    bad = msgspec.structs.replace(bad, ref=msgspec.structs.replace(bad.ref, generation=10**30))
+    for load in (bad, good):
+        consumer.agent.arrived(load.claim_id, load.ref, load.address, "", 1)
+    for load in (bad, good):
+        consumer.workers[0].agent.load(load)
+    eventually(lambda: consumer.collected(bad.load_id) and consumer.collected(good.load_id), "both end")
+    assert [one.ok for one in consumer.collected(good.load_id)] == [True]
+    assert [one.ok for one in consumer.collected(bad.load_id)] == [False]
+    assert consumer.load(load_of(producer))[0].ok
+
+
+def test_an_engine_answers_for_itself_alone(make_engine) -> None:
+    producer, other, consumer = make_engine(), make_engine(), make_engine()
+    other.fill([1, 2], 8)
+    producer.agent._record_payload = other.agent._record_payload
+    (result,) = consumer.load(load_of(producer))
+    assert not result.ok
+    assert other.agent.engine_id in result.reason
+
+
+def test_secrets_rotate_under_a_transport_whose_target_must_be_nudged(make_engine) -> None:
+    old, new = b"the old secret, long enough", b"the new secret, long enough"
+    producer = make_engine(transports=("nixl",), secret_keys=(new, old))
+    consumer = make_engine(transports=("nixl",), secret_keys=(old, new))
+    producer.fill([1, 2], 8)
+    (result,) = consumer.load(load_of(producer))
+    assert (result.ok, result.reason) == (True, "")
+    assert producer.workers[0].agent.endpoint.counters["handshake_failed"] == 0

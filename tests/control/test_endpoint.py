@@ -104,6 +104,23 @@ def test_peers_outside_the_ranges_are_not_dialled() -> None:
             endpoint.send("ipc:///tmp/x", b"hello")
 
 
+def test_one_address_is_one_connection_however_it_is_spelled(make_endpoint) -> None:
+    server, client = make_endpoint(), make_endpoint()
+    port = server.address.rsplit(":", 1)[1]
+    client.dial(server.address)
+    for host in ("::ffff:127.0.0.1", "::FFFF:7f00:1", "0::ffff:7f00:1", "::1%lo", "0::1"):
+        with pytest.raises(AddressError):
+            client.dial(f"tcp://[{host}]:{port}")
+    assert list(client._peers) == [server.address]
+
+
+@pytest.mark.parametrize("host", ["0:0::1", "::ffff:127.0.0.1"])
+def test_the_address_of_an_endpoint_is_canonical(make_endpoint, received, host: str) -> None:
+    server, client = make_endpoint(host=host), make_endpoint()
+    client.send(server.address, b"hello")
+    assert received(server, client).frame == b"hello"
+
+
 def test_an_open_endpoint_dials_loopback_only(make_endpoint) -> None:
     endpoint = make_endpoint(())
     with pytest.raises(AddressError, match=r"tcp://10\.0\.0\.1:9.*KVFERRY_SECRET"):
@@ -191,7 +208,7 @@ def test_a_peer_that_stops_in_its_tracks_is_lost(make_endpoint, received, lost, 
 
 
 def test_what_a_peer_sent_before_it_went_comes_before_lost(make_endpoint, received, pump) -> None:
-    server, client = make_endpoint(), make_endpoint()
+    server, client = make_endpoint(limits=Limits(routed_messages=1000)), make_endpoint()
     client.send(server.address, b"all of it")
     source = received(server, client).source
     for number in range(500):
@@ -219,7 +236,7 @@ def test_frames_for_a_peer_that_is_gone_never_reach_its_successor(make_endpoint,
 
 @pytest.mark.parametrize("count", [63, 64, 65, 128])
 def test_lost_comes_whatever_the_number_of_frames_before_it(make_endpoint, received, count: int) -> None:
-    server, client = make_endpoint(), make_endpoint()
+    server, client = make_endpoint(limits=Limits(routed_messages=1000)), make_endpoint()
     client.send(server.address, b"all of it")
     source = received(server, client).source
     for _ in range(count):
@@ -241,6 +258,65 @@ def test_a_forgotten_peer_is_no_loss(make_endpoint, received) -> None:
     client.forget(server.address)
     server.close()
     assert client.receive(0.1) == []
+
+
+def test_an_idle_peer_is_forgotten_without_an_event_and_dialled_anew(make_endpoint, received, pump) -> None:
+    server, client = make_endpoint(), make_endpoint(limits=Limits(idle_s=0.5))
+    client.send(server.address, b"hello")
+    assert received(server, client).frame == b"hello"
+    seen = pump(client, server, done=lambda _: not client._peers and server.counters["disconnected"] == 1)
+    assert seen[client] == []
+    client.send(server.address, b"hello again")
+    assert received(server, client).frame == b"hello again"
+
+
+def test_an_idle_peer_is_forgotten_in_a_wait_without_end(make_endpoint) -> None:
+    server, client = make_endpoint(), make_endpoint(limits=Limits(idle_s=0.2))
+    client.dial(server.address)
+    while client._peers:
+        assert client.receive(None) == []
+
+
+@pytest.mark.parametrize("direction", ["sent", "received"])
+def test_a_peer_in_use_is_not_idle(make_endpoint, received, pump, direction: str) -> None:
+    server, client = make_endpoint(), make_endpoint(limits=Limits(idle_s=60.0))
+    client.send(server.address, b"hello")
+    route = received(server, client).source
+    (peer,) = client._peers.values()
+    peer.used_at_s = client._idle_check_at_s = 0.0
+    if direction == "sent":
+        client.send(server.address, b"in use")
+    else:
+        server.send(route, b"in use")
+        assert peer.socket.poll(30_000)
+    client.receive(0.0)
+    assert list(client._peers) == [server.address]
+    peer.used_at_s = client._idle_check_at_s = 0.0
+    client.receive(0.0)
+    assert not client._peers
+
+
+def test_an_idle_loop_is_not_woken_often_by_the_peers_it_dialled(make_endpoint, received) -> None:
+    server, client = make_endpoint(), make_endpoint()
+    client.send(server.address, b"hello")
+    received(server, client)
+    client.receive(0.0)
+    assert client._timeout_ms(None) > 50_000
+    assert server._timeout_ms(None) is None
+
+
+def test_a_peer_that_asks_and_never_reads_holds_few_answers_and_blocks_nobody(make_endpoint, received, pump) -> None:
+    server, other = make_endpoint(limits=Limits(heartbeat_s=20.0)), make_endpoint()
+    greedy = make_endpoint(limits=Limits(high_water_messages=1, heartbeat_s=20.0))
+    greedy.send(server.address, b"hello")
+    route = received(server, greedy).source
+    accepted = _send_until_backlog(server, route, most=500)
+    # More than the bound: the kernel's buffers and the peer's own queue are full as well.
+    assert Limits().routed_messages <= accepted < 500
+    assert server.counters["backlog"] == 1
+    other.send(server.address, b"question")
+    server.send(received(server, other).source, b"answer")
+    assert received(other, server) == Received(server.address, b"answer")
 
 
 def test_an_answer_to_a_peer_that_is_gone_is_counted(make_endpoint, received, pump) -> None:
@@ -373,7 +449,7 @@ def test_frames_accepted_before_close_are_delivered(make_endpoint, received, pum
 
 
 def test_a_slow_peer_is_back_pressure_and_nothing_accepted_is_lost(make_endpoint, received, pump) -> None:
-    limits = Limits(high_water_messages=8, heartbeat_s=20.0)
+    limits = Limits(high_water_messages=8, routed_messages=8, heartbeat_s=20.0)
     server, client = make_endpoint(limits=limits), make_endpoint(limits=limits)
     client.send(server.address, b"hello")
     route = received(server, client).source
@@ -386,9 +462,9 @@ def test_a_slow_peer_is_back_pressure_and_nothing_accepted_is_lost(make_endpoint
         assert received(receiver).frame == b"and on it goes"
 
 
-def _send_until_backlog(sender: Endpoint, to: str | Route) -> int:
+def _send_until_backlog(sender: Endpoint, to: str | Route, most: int = 100_000) -> int:
     """How many frames were accepted before Backlog was raised."""
-    for number in range(100_000):
+    for number in range(most):
         try:
             sender.send(to, b"%08d" % number + bytes(100_000))
         except Backlog:

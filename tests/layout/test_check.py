@@ -152,6 +152,97 @@ def test_a_layout_that_would_take_for_ever_to_look_at() -> None:
         check(cache(huge, length=1 << 55))
 
 
+def scattered(name: str, num_tokens: int, gap: int = 8) -> Layer:
+    """A layer whose tokens are num_tokens separate runs in a block."""
+    axes = (Axis("token", num_tokens, 1, gap), CONTENT)
+    field = Field("latent", 0, 1 << 40, axes, 4)
+    return layer((field,), heads=MLA, name=name, num_blocks=2, block_size=num_tokens, group=num_tokens)
+
+
+def test_the_runs_of_all_geometries_together_are_bounded() -> None:
+    most = 1 << 17
+    check(cache(scattered("one", most), length=1 << 50))
+    with pytest.raises(LayoutError, match="layer one: separate runs in a block.*131073, the most allowed are 131072"):
+        check(cache(scattered("one", most + 1), length=1 << 50))
+    pair = scattered("one", most // 2), scattered("two", most // 2 + 1)
+    with pytest.raises(LayoutError, match="layer two: separate runs in a block.*131073"):
+        check(cache(*pair, length=1 << 50))
+
+
+def test_layers_that_are_alike_count_once() -> None:
+    alike = [scattered(f"{i}", 1 << 16) for i in range(1000)]
+    check(cache(*alike, length=1 << 50))
+
+
+def test_layers_that_are_alike_are_each_held_to_their_region() -> None:
+    one = layer((KEY,), heads=MLA)
+    beyond = change(one, name="beyond", base_bytes=9601)
+    with pytest.raises(LayoutError, match="layer beyond: ends at byte 10241 of region 0, which has 10240"):
+        check(cache(one, beyond))
+
+
+def test_the_same_fields_under_other_heads_are_looked_at_again() -> None:
+    one = layer((KEY,), heads=MLA)
+    with pytest.raises(LayoutError, match="layer two, field latent: head axes cover 1, the layer has 2"):
+        check(cache(one, change(one, name="two", heads=Heads(0, 2, 2))))
+
+
+UNIT = Axis("token", 1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("hostile", "words"),
+    [
+        (CacheLayout((Region(0, 1),) * 4097, ()), "regions: 4097, the most allowed are 4096"),
+        (cache(*(layer((KEY,), heads=MLA, name=f"{i}") for i in range(4097))), "layers: 4097, the most allowed"),
+        (cache(layer(tuple(change(KEY, name=f"{i}") for i in range(17)), heads=MLA)), "fields: 17, the most allowed"),
+        (cache(with_axes(TOKENS, CONTENT, *(UNIT,) * 15)), "field latent: axes: 17, the most allowed are 16"),
+        (cache(*(scattered(f"{i}", 2, 8 + i) for i in range(257)), length=1 << 50), "different geometries.*257"),
+        (CacheLayout((Region(1 << 63, 1),), ()), "region 0: address"),
+        (CacheLayout((Region(-1, 1),), ()), "region 0: address -1"),
+        (CacheLayout((Region(0, 1 << 62),), ()), "region 0: length_bytes"),
+        (cache(layer((KEY,), heads=Heads(0, 1, 1 << 63))), "heads.total"),
+        (cache(with_axes(TOKENS, CONTENT, content_bytes=1 << 63)), "content_bytes"),
+    ],
+)
+def test_what_would_be_expensive_or_senseless_is_refused(hostile: CacheLayout, words: str) -> None:
+    with pytest.raises(LayoutError, match=words):
+        check(hostile)
+
+
+def test_runs_that_cross_in_many_ways_are_refused() -> None:
+    # Each run overlaps, modulo the block stride, nearly every other one.
+    axes = (Axis("token", 4096, 1, (1 << 20) + 1), Axis("content", 1 << 19, 1, 1))
+    crossing = layer((Field("latent", 0, 1 << 20, axes, 1 << 19),), heads=MLA, num_blocks=1 << 20, block_size=4096)
+    with pytest.raises(LayoutError, match="overlap in too many ways"):
+        check(cache(crossing, length=1 << 55))
+
+
+TALL = (100, 128, 128, 256)
+
+
+@pytest.mark.parametrize(
+    ("fields", "block_size", "num_heads"),
+    [
+        (separated(100, 128, 8, 128, 2), 128, 8),
+        (cpu_tiles(TALL, physical_strides("LBHNC", TALL, 1, 2)[0], 128, 2), 128, 128),
+        (key_only(64, 1152), 64, 1),
+        *((fused(TALL, physical_strides(o, TALL, 1, 2)[0], 128, 128, 2), 128, 128) for o in PHYSICAL_ORDERS),
+    ],
+)
+def test_a_thousand_layers_of_a_real_geometry_pass(fields: tuple[Field, ...], block_size: int, num_heads: int) -> None:
+    heads = Heads(0, num_heads, num_heads)
+    check(
+        cache(
+            *(
+                layer(fields, name=f"{i}", num_blocks=100, block_size=block_size, heads=heads, base_bytes=i << 40)
+                for i in range(1000)
+            ),
+            length=1 << 52,
+        )
+    )
+
+
 @settings(deadline=None, max_examples=300)
 @given(
     st.lists(st.tuples(st.integers(0, 20), st.integers(1, 3), small, small), min_size=1, max_size=2),

@@ -90,6 +90,27 @@ def test_a_failed_handshake_fails_only_who_waits_for_it():
     assert machine.handle(Start(load("again", "e")), 3.0)[1] == PostReads("again")
 
 
+def test_a_bogus_engine_id_fails_its_own_load_alone():
+    machine = loader()
+    assert machine.handle(Start(load("bogus", ref=ref(producer="nobody"))), 0.0) == [Connect(ADDRESS, "nobody")]
+    assert machine.handle(Start(load("bogus too", "d", ref=ref(producer="nobody"))), 0.0) == []
+    assert machine.handle(Start(load("good", "e")), 0.0) == []
+    actions = machine.handle(PeerFailed(ADDRESS, "this is P", lost=False), 1.0)
+    assert [report.load_id for report in reports(actions)] == ["bogus", "bogus too"]
+    assert of_kind(actions, Connect) == [Connect(ADDRESS, "P")]
+    assert of_kind(machine.handle(READY, 2.0), PostReads) == [PostReads("good")]
+
+
+def test_each_engine_that_was_named_has_its_own_time_for_a_handshake():
+    machine = loader()
+    machine.handle(Start(load("bogus", ref=ref(producer="nobody"))), 0.0)
+    machine.handle(Start(load("good", "d")), 0.0)
+    actions = machine.handle(Tick(), 15.0)
+    assert [report.load_id for report in reports(actions)] == ["bogus"]
+    assert of_kind(actions, Connect) == [Connect(ADDRESS, "P")]
+    assert [report.load_id for report in reports(machine.handle(Tick(), 30.0))] == ["good"]
+
+
 def test_a_lost_connection_fails_every_load_of_the_peer_and_no_other(machine):
     other = "tcp://other:1"
     machine.handle(Start(load("other", "d", other)), 0.0)
@@ -216,6 +237,24 @@ def test_a_refusal_abandons_reads_and_waits_for_quiet(machine):
     assert machine.num_draining == 1
     assert machine.handle(ReadsQuiet("l"), 99.0) == [Quieted("l")]
     assert machine.num_loads == 0
+
+
+def test_busy_is_asked_again_later(machine):
+    assert notes(told(machine, refused(1, "busy"), 1.5)) == ["claim_busy"]
+    assert claims(machine.handle(Tick(), 3.4)) == []
+    assert [message.seq for message in claims(machine.handle(Tick(), 3.5))] == [2]
+    told(machine, grant(2), 4.0)
+    assert reports(machine.handle(ReadsDone("l"), 5.0)) == [OK]
+
+
+def test_busy_for_ever_fails_at_the_deadline(machine):
+    machine.handle(ReadsDone("l"), 0.5)
+    seq, report = 1, []
+    while not report:
+        told(machine, refused(seq, "busy"), machine.next_deadline() - 1.0)
+        actions = machine.handle(Tick(), machine.next_deadline())
+        seq, report = seq + len(claims(actions)), reports(actions)
+    assert report == [Report("l", False, "deadline: proving after 60.0 s", quiet=True)]
 
 
 def test_reads_that_end_after_all_are_quiet_and_not_accepted(machine):

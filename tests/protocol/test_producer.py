@@ -14,9 +14,10 @@ from builders import (
     told,
 )
 
+from kvferry.protocol.hold import MAX_DISOWNED
 from kvferry.protocol.lease import Leases
-from kvferry.protocol.messages import CLAIM_OVER, Grant, Hello, Refused, Released, Renewed
-from kvferry.protocol.producer import Closing, FreeHold, Send, Tick, Void
+from kvferry.protocol.messages import CLAIM_OVER, Grant, Hello, Refused, Released, Renew, Renewed
+from kvferry.protocol.producer import Closing, FreeHold, Note, Send, Tick, Void
 from kvferry.protocol.transitions import IllegalTransition
 
 
@@ -199,6 +200,56 @@ def test_a_mismatch_is_refused_with_both_values_and_ends_nothing(holding, change
     assert isinstance(answers(told(holding, claim("right"), 2.0))[0], Grant)
 
 
+def test_a_refused_reader_neither_ends_nor_keeps_the_hold(holding):
+    told(holding, renew("wrong"), 1.0)
+    assert the_refusal(told(holding, claim("wrong", digest=b"?" * 16), 2.0)).reason == "digest"
+    assert holding.num_open_claims == 0
+    actions = told(holding, release("wrong", outcome="failed", reason="digest"), 3.0)
+    assert freed(actions) == []
+    assert answers(actions) == [Released(claim_id="wrong", seq=9)]
+    (answer,) = answers(told(holding, renew("wrong"), 4.0))
+    assert not answer.entries[0].held
+    assert answer.entries[0].reason.startswith("digest: ")
+    assert the_refusal(told(holding, claim("wrong", seq=2), 4.0)).reason == "digest"
+    assert holding.num_open_claims == 0
+    assert isinstance(answers(told(holding, claim("right"), 5.0))[0], Grant)
+    assert freed(told(holding, release("right"), 6.0)) == [("x", "released")]
+
+
+def test_a_hold_whose_only_claim_is_disowned_is_unclaimed_again(holding):
+    told(holding, renew("wrong"), 50.0)
+    told(holding, claim("wrong", digest=b"?" * 16), 51.0)
+    assert freed(holding.handle(Tick(), 59.9)) == []
+    assert freed(holding.handle(Tick(), 60.0)) == [("x", "expired")]
+
+
+def test_a_disowned_claim_leaves_the_end_to_the_others(holding):
+    told(holding, renew("wrong", "right"), 1.0)
+    assert freed(told(holding, release("right"), 2.0)) == []
+    assert freed(told(holding, claim("wrong", digest=b"?" * 16), 3.0)) == [("x", "released")]
+
+
+@pytest.mark.parametrize("event", [Void("reset"), Closing("SIGTERM"), Tick()])
+def test_what_a_rank_of_a_disowned_claim_was_granted_still_counts(holding, event):
+    told(holding, claim("c", rank=0, num_ranks=2), 45.0)
+    told(holding, claim("c", rank=1, num_ranks=2, topology_digest=b"?"), 46.0)
+    assert freed(holding.handle(event, 74.9)) == []
+    assert freed(holding.handle(Tick(), 75.0)) != []
+
+
+def test_disowned_claims_are_remembered_up_to_a_bound(holding):
+    for number in range(MAX_DISOWNED + 1):
+        told(holding, claim(f"{number}", digest=b"?" * 16), 1.0)
+    (answer,) = answers(told(holding, renew("0", "1", f"{MAX_DISOWNED}"), 2.0))
+    assert [entry.held for entry in answer.entries] == [True, False, False]
+
+
+def test_closing_drops_a_hold_whose_only_claim_is_disowned(holding):
+    told(holding, renew("wrong"), 1.0)
+    assert freed(holding.handle(Closing("SIGTERM"), 2.0)) == []
+    assert freed(told(holding, claim("wrong", digest=b"?" * 16), 3.0)) == [("x", "voided")]
+
+
 def test_an_id_used_again_is_another_transfer():
     machine = producer()
     first, second = ref(generation=1), ref(generation=2)
@@ -307,16 +358,38 @@ def test_what_is_parked_keeps_its_order():
 
 def test_parking_is_bounded():
     machine = producer(Leases(max_parked=2))
-    told(machine, renew("a", "b"), 0.0)
-    actions = told(machine, claim(), 0.0)
+    told(machine, renew("a"), 0.0, route="r")
+    told(machine, renew("b"), 0.0, route="s")
+    actions = told(machine, claim(), 0.0, route="t")
     assert the_refusal(actions).reason == "busy"
     assert "parking_full" in notes(actions)
-    assert answers(told(machine, renew("d"), 0.0)) == []
-    assert answers(told(machine, release("d"), 0.0)) == []
+    assert answers(told(machine, renew("d"), 0.0, route="t")) == []
+    assert answers(told(machine, release("d"), 0.0, route="t")) == []
     assert machine.num_parked == 2
     machine.handle(Tick(), 5.0)
-    assert told(machine, claim(), 5.0) == []
+    assert told(machine, claim(), 5.0, route="r") == []
     assert machine.num_parked == 1
+
+
+def test_one_route_parks_no_more_than_a_quarter():
+    machine = producer(Leases(max_parked=8))
+    actions = told(machine, renew("a", "b", "c", "d"), 0.0, route="greedy")
+    assert notes(actions) == ["parking_full"]
+    assert actions[0].detail.startswith("2 entries, ")
+    assert machine.num_parked == 2
+    assert told(machine, claim(ref=ref("early")), 0.0, route="r") == []
+    assert isinstance(answers(machine.handle(held(ref("early")), 1.0))[0], Grant)
+    machine.handle(Tick(), 5.0)
+    assert told(machine, renew("e", "f"), 6.0, route="greedy") == []
+
+
+def test_a_message_with_many_bad_entries_gets_one_note_of_each_kind(holding):
+    old = renew(*"abc", of=ref(incarnation="p0")).entries
+    bad = renew(*"de", num_ranks=0).entries
+    actions = told(holding, Renew(engine_id="D", incarnation="d1", seq=1, entries=old + bad), 1.0)
+    assert notes(actions) == ["bad_message", "renewal_refused"]
+    assert [action.detail[:20] for action in of_kind(actions, Note)] == ["2 entries, the first", "3 entries, the first"]
+    assert len(answers(actions)[0].entries) == 3
 
 
 # The engine's own events

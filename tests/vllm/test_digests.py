@@ -1,5 +1,6 @@
 """A request's KV is identified by all that it depends on, and by nothing else."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -80,11 +81,27 @@ def test_what_cannot_be_identified_is_named(changes: dict, named: str) -> None:
     assert undigestible(request()) == ""
 
 
-def config_of(**fields) -> SimpleNamespace:
-    return SimpleNamespace(model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: fields)))
+def config_of(model: str = "", **fields) -> SimpleNamespace:
+    hf_config = SimpleNamespace(to_dict=lambda: fields)
+    return SimpleNamespace(model_config=SimpleNamespace(hf_config=hf_config, model=model, revision=None))
 
 
 def test_a_model_is_its_configuration_not_its_path() -> None:
-    here, there = (config_of(_name_or_path=path, hidden_size=64) for path in ("/a", "/b"))
+    here, there = (config_of(path, _name_or_path=path, hidden_size=64) for path in ("/a", "/b"))
     assert model_identity(here) == model_identity(there)
-    assert model_identity(here) != model_identity(config_of(hidden_size=128))
+    assert model_identity(here) != model_identity(config_of("/a", hidden_size=128))
+
+
+@pytest.mark.parametrize("place", [0, 150_000, 299_999], ids=["begin", "middle", "end"])
+def test_equal_configurations_with_other_weights_are_other_models(tmp_path: Path, place: int) -> None:
+    weights = bytearray(300_000)
+    identities = []
+    for name in ("base", "copy", "tuned"):
+        if name == "tuned":
+            weights[place] = 1
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(weights)
+        identities.append(model_identity(config_of(str(tmp_path / name), hidden_size=64)))
+    base, copy, tuned = identities
+    assert base == copy
+    assert base != tuned

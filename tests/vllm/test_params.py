@@ -20,6 +20,9 @@ REF = TransferRef("engine-1", "ab" * 16, "cd" * 16, 7)
 OFFER = Offer(REF, "10.0.0.5", 40001, "key1", 300, ((5, 6, 9), (0, 0, 12)))
 
 
+OWN = {"version": 1, "transfer_id": "cd" * 16, "generation": 7, "incarnation": "ab" * 16, "key_id": "key1"}
+
+
 def params() -> dict:
     return to_params(OFFER, request_id="cmpl-1", tp_size=2, pp_size=1)
 
@@ -64,6 +67,16 @@ def test_which_leg_is_meant() -> None:
         ({"remote_host": None}, "remote_host"),
         ({"kvferry": {"version": 99, "transfer_id": "a", "generation": 1, "incarnation": "b"}}, "version"),
         ({"kvferry": {"version": 1}}, "transfer_id"),
+        ({"kvferry": {**OWN, "generation": 1e30}}, "generation"),
+        ({"kvferry": {**OWN, "generation": 2**64}}, "generation"),
+        ({"kvferry": {**OWN, "generation": True}}, "generation"),
+        ({"kvferry": {**OWN, "transfer_id": "\ud800" * 32}}, "transfer_id"),
+        ({"kvferry": {**OWN, "incarnation": "AB" * 16}}, "incarnation"),
+        ({"kvferry": {**OWN, "key_id": "k" * 65}}, "key_id"),
+        ({"remote_engine_id": "e" * 129}, "remote_engine_id"),
+        ({"remote_engine_id": "an\nengine"}, "remote_engine_id"),
+        ({"remote_block_ids": [[1, 2**31], [2]]}, "remote_block_ids"),
+        ({"remote_block_ids": [[1, -1], [2]]}, "remote_block_ids"),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(change: dict, named: str) -> None:
@@ -87,3 +100,19 @@ def test_the_reason_for_no_offer_reaches_the_second_leg() -> None:
 
 def test_an_ipv6_host_gets_brackets() -> None:
     assert Offer(REF, "fd00::1", 5, "", 1, ()).address == "tcp://[fd00::1]:5"
+
+
+@pytest.mark.parametrize("junk", ["text", 5, [], ["do_remote_prefill"], True])
+def test_what_is_no_map_asks_for_nothing(junk: object) -> None:
+    assert not wants_remote_decode(junk)
+    assert not wants_remote_prefill(junk)
+    assert why_not_offered(junk) == ""
+
+
+def test_junk_beside_the_contract_is_passed_over_however_deep() -> None:
+    junk: list = []
+    for _ in range(100_000):
+        junk = [junk]
+    assert from_params({**params(), "junk": junk, "echo": False}, num_groups=2) == OFFER
+    with pytest.raises(BadParams, match="remote_block_ids"):
+        from_params({**params(), "remote_block_ids": junk}, num_groups=2)

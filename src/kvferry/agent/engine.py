@@ -15,7 +15,6 @@ import msgspec
 
 from kvferry import records
 from kvferry.agent.loop import AgentLoop, boottime
-from kvferry.control.addresses import AddressError
 from kvferry.control.endpoint import Endpoint, Route
 from kvferry.protocol import consumer, messages, producer
 from kvferry.protocol.events import Note, Received, Send, Tick
@@ -92,7 +91,13 @@ class EngineAgent(AgentLoop):
 
     def over(self, claim_id: str, outcome: Outcome, reason: str = "") -> None:
         """The whole engine is through with this claim."""
-        self.submit(lambda: self._consume(consumer.Over(claim_id, outcome, reason)))
+
+        def apply() -> None:
+            self._consume(consumer.Over(claim_id, outcome, reason))
+            if not self._consumer.num_claims:
+                self._key_ids.clear()
+
+        self.submit(apply)
 
     def void(self, reason: str, timeout_s: float = 2.0) -> None:
         """Ends every hold that nobody has claimed; their HoldEnded are in the inbox on return.
@@ -184,31 +189,29 @@ class EngineAgent(AgentLoop):
 
     def _produce(self, event: producer.Event) -> None:
         for action in self._producer.handle(event, boottime()):
-            if isinstance(action, Send):
-                self.send(action.to, action.message)
-            elif isinstance(action, producer.FreeHold):
-                self.counters[f"holds_{action.outcome}"] += 1
-                self._inbox.append(HoldEnded(action.ref, action.outcome, action.detail))
-            elif isinstance(action, Note):
-                self._note(action)
+            self._guard(self._act_as_producer, action)
+
+    def _act_as_producer(self, action: producer.Action) -> None:
+        if isinstance(action, Send):
+            self.send(action.to, action.message)
+        elif isinstance(action, producer.FreeHold):
+            self.counters[f"holds_{action.outcome}"] += 1
+            self._inbox.append(HoldEnded(action.ref, action.outcome, action.detail))
+        elif isinstance(action, Note):
+            self._note(action)
 
     def _consume(self, event: consumer.Event) -> None:
         for action in self._consumer.handle(event, boottime()):
-            if isinstance(action, Send):
-                self._dial(action.to)
-                self.send(action.to, action.message)
-            elif isinstance(action, consumer.ClaimLost):
-                self._inbox.append(TransferLost(action.claim_id, action.reason))
-            elif isinstance(action, Note):
-                self._note(action)
+            self._guard(self._act_as_consumer, action)
 
-    def _dial(self, address: Route | str) -> None:
-        if isinstance(address, str):
-            try:
-                self.endpoint.dial(address, self._key_ids.get(address) or None)
-            except AddressError as error:
-                self.counters["undialled"] += 1
-                logger.warning("kvferry: cannot dial %s: %s", address, error)
+    def _act_as_consumer(self, action: consumer.Action) -> None:
+        if isinstance(action, Send):
+            key_id = self._key_ids.get(action.to) if isinstance(action.to, str) else None
+            self.send(action.to, action.message, key_id)
+        elif isinstance(action, consumer.ClaimLost):
+            self._inbox.append(TransferLost(action.claim_id, action.reason))
+        elif isinstance(action, Note):
+            self._note(action)
 
     def _note(self, note: Note) -> None:
         self.counters[note.name] += 1

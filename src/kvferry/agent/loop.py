@@ -9,12 +9,16 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from kvferry.control.addresses import AddressError
-from kvferry.control.endpoint import Backlog, Endpoint, FrameTooLarge, Lost, Received, Route
+from kvferry.control.endpoint import Endpoint, Lost, Received, Route
 from kvferry.protocol import messages
 from kvferry.protocol.messages import BadMessage, Message
 
 logger = logging.getLogger(__name__)
+
+LONGEST_WAIT_S = 60.0
+"""A deadline that is further away is looked at again; sockets can't wait for months."""
+AFTER_ERROR_S = 0.05
+"""Keeps a loop whose every turn fails from taking a core."""
 
 
 def boottime() -> float:
@@ -90,15 +94,17 @@ class AgentLoop(ABC):
     def on_stop(self) -> None:
         """Once, at the end of the thread."""
 
-    def send(self, to: Route | str, message: Message) -> bool:
-        """Sends or counts why not: a message that can't leave is a lost message, which the protocol repairs."""
+    def send(self, to: Route | str, message: Message, key_id: str | None = None) -> None:
+        """Sends or counts why not: a message that can't leave is a lost message, which the protocol repairs.
+
+        key_id: names the key of an address that is not dialled yet.
+        """
         try:
-            self.endpoint.send(to, messages.encode(message))
-        except (AddressError, Backlog, FrameTooLarge) as error:
+            self.endpoint.send(to, messages.encode(message), key_id or None)
+        except Exception as error:
+            # A full queue, an address that may not be dialled, a value that has no encoding: none may stop the rest.
             self.counters[f"unsent_{type(message).__name__.lower()}"] += 1
             logger.debug("%s could not send %s to %s: %s", self._name, type(message).__name__, to, error)
-            return False
-        return True
 
     # The thread.
 
@@ -112,7 +118,8 @@ class AgentLoop(ABC):
             return
         self._ready.set()
         while not self._stopping:
-            self._guard(self._turn)
+            if not self._guard(self._turn):
+                time.sleep(AFTER_ERROR_S)
         self._close()
 
     def _turn(self) -> None:
@@ -129,7 +136,7 @@ class AgentLoop(ABC):
         if self._commands:
             return 0.0
         wakeup = self.next_wakeup()
-        return None if wakeup is None else max(0.0, wakeup - boottime())
+        return None if wakeup is None else min(max(0.0, wakeup - boottime()), LONGEST_WAIT_S)
 
     def _deliver(self, event: Received) -> None:
         try:
@@ -140,13 +147,15 @@ class AgentLoop(ABC):
             return
         self.on_message(event.source, message)
 
-    def _guard(self, step: Callable[..., None], *args: object) -> None:
+    def _guard(self, step: Callable[..., None], *args: object) -> bool:
+        """Runs one step. One that fails must not end, or hold up, the thread that every request depends on."""
         try:
             step(*args)
         except Exception:
-            # One bad event must not end the thread that every request depends on.
             self.counters["errors"] += 1
             logger.exception("kvferry: %s: an event failed", self._name)
+            return False
+        return True
 
     def _close(self) -> None:
         self._guard(self.on_stop)

@@ -60,7 +60,7 @@ def shake_hands(side: Side, record: EngineRecord, address: str) -> Producer:
     try:
         for share, plan in zip(shares, plans, strict=True):
             planned.append(_connect(side, record, share, plan))
-    except TransportError:
+    except BaseException:
         disconnect(planned)
         raise
     return Producer(record.engine_id, record.incarnation, record.topology_digest(), tuple(planned))
@@ -75,14 +75,15 @@ def _connect(side: Side, record: EngineRecord, share: Share, plan: PairPlan) -> 
         payload = offered.get(transport.name)
         if payload is None:
             tried.append(f"{transport.name}: not offered by the producer")
-        elif not transport.reaches(payload):
-            tried.append(f"{transport.name}: cannot reach that worker from here")
-        else:
-            try:
+            continue
+        try:
+            if transport.reaches(payload):
                 return PlannedSource(worker, transport, transport.connect(payload), plan)
-            except TransportError as error:
-                tried.append(f"{transport.name}: {error}")
-                logger.info("kvferry: rank %d of engine %s: %s", worker.rank, record.engine_id, tried[-1])
+            tried.append(f"{transport.name}: cannot reach that worker from here")
+        except Exception as error:
+            # A hostile payload may make a library raise anything; the next transport may still do.
+            tried.append(f"{transport.name}: {error}")
+            logger.info("kvferry: rank %d of engine %s: %s", worker.rank, record.engine_id, tried[-1])
     ours = [transport.name for transport in side.transports]
     raise TransportError(
         f"no transport reaches rank {worker.rank} of engine {record.engine_id}: "
@@ -105,7 +106,11 @@ def bind(producer: Producer, load: LoadRequest) -> tuple[list[Source], int, int]
         plan = source.plan.bind(consumer_tables, producer_tables, load.first_token, load.end_token)
         if plan.num_descriptors:
             batches = tuple(_as_read(batch) for batch in plan.batches)
-            bound.append(Source(source.transport, source.peer, source.worker.control_address, batches))
+            bound.append(
+                Source(
+                    source.transport, source.peer, source.worker.control_address, source.worker.control_key_id, batches
+                )
+            )
         num_bytes += plan.num_bytes
         num_descriptors += plan.num_descriptors
     return bound, num_bytes, num_descriptors

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import enum
+import logging
 from typing import NamedTuple
 
-from kvferry.transport.base import Batch, Handle, Peer, QueueFull, State, Transport
+from kvferry.transport.base import Batch, Handle, Peer, PeerLost, QueueFull, State, Status, Transport
+
+logger = logging.getLogger(__name__)
 
 NUDGE_AFTER_S = 0.003
 """A read that waits longer than this for a target that must poll gets a nudge; twice the usual inline read."""
@@ -23,6 +26,7 @@ class Source(NamedTuple):
     transport: Transport
     peer: Peer
     nudge_address: str
+    nudge_key_id: str
     batches: tuple[Batch, ...]
 
 
@@ -39,6 +43,7 @@ class Reads:
     def __init__(self, sources: list[Source], now: float) -> None:
         self.phase = Phase.READING
         self.reason = ""
+        self._lost_peer: Peer | None = None
         self._unposted = list(reversed(sources))
         self._in_flight: list[tuple[Source, Handle]] = []
         self._draining: list[tuple[Source, Handle]] = []
@@ -62,12 +67,17 @@ class Reads:
 
     def quiet(self) -> bool:
         """Whether no operation of this load can still write. Gives handles back on the way."""
-        self._draining = [(source, handle) for source, handle in self._draining if not source.transport.release(handle)]
+        self._draining = [(source, handle) for source, handle in self._draining if not _released(source, handle)]
         return self.phase is not Phase.READING and not self._draining
 
     def peers(self) -> list[Peer]:
         """Peers with operations that have not been given back."""
         return [source.peer for source, _ in self._in_flight + self._draining] + [one.peer for one in self._unposted]
+
+    @property
+    def lost_peer(self) -> Peer | None:
+        """The peer whose loss ended these reads, if that is why they ended."""
+        return self._lost_peer
 
     def poll_interval_s(self, now: float) -> float:
         """How soon to look again. What stays unquiet for long, perhaps for ever, is looked at rarely."""
@@ -76,13 +86,13 @@ class Reads:
         self._ended_at = self._ended_at or now
         return POLL_S if now < self._ended_at + SLOW_AFTER_S else SLOW_POLL_S
 
-    def nudges_due(self, now: float) -> list[str]:
-        """Control addresses of producer workers that must poll for this load to go on."""
+    def nudges_due(self, now: float) -> list[Source]:
+        """Sources whose workers must poll for this load to go on."""
         if now < self._nudge_at or self.poll_interval_s(now) == SLOW_POLL_S:
             return []
         self._nudge_at = now + NUDGE_AGAIN_S
         waiting = self._in_flight + self._draining
-        return [source.nudge_address for source, _ in waiting if source.transport.traits.target_must_poll]
+        return [source for source, _ in waiting if source.transport.traits.target_must_poll]
 
     def _post(self) -> None:
         while self._unposted:
@@ -94,6 +104,8 @@ class Reads:
                 return
             except Exception as error:
                 # Whatever a transport raises, this load fails alone, and with its reason.
+                if isinstance(error, PeerLost):
+                    self._lost_peer = source.peer
                 self._end(Phase.FAILED, f"{type(error).__name__}: {error}")
                 return
             self._unposted.pop()
@@ -103,9 +115,9 @@ class Reads:
         still: list[tuple[Source, Handle]] = []
         failure = ""
         for source, handle in self._in_flight:
-            status = source.transport.poll(handle)
+            status = _polled(source, handle)
             if status.state is State.DONE:
-                if not source.transport.release(handle):
+                if not _released(source, handle):
                     self._draining.append((source, handle))
             elif status.state is State.FAILED:
                 failure = status.detail or "the transport reported a failure"
@@ -122,3 +134,20 @@ class Reads:
         self._draining += self._in_flight
         self._in_flight = []
         self._unposted = []
+
+
+def _polled(source: Source, handle: Handle) -> Status:
+    """A transport whose poll raises breaks its contract; the load must end all the same."""
+    try:
+        return source.transport.poll(handle)
+    except Exception as error:
+        return Status(State.FAILED, f"{type(error).__name__}: {error}")
+
+
+def _released(source: Source, handle: Handle) -> bool:
+    """A release that raises has proven nothing."""
+    try:
+        return source.transport.release(handle)
+    except Exception:
+        logger.exception("kvferry: transport %s failed to release a handle", source.transport.name)
+        return False

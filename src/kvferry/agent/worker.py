@@ -22,8 +22,8 @@ from kvferry.protocol import messages
 from kvferry.protocol.events import Note, Received, Send, Tick
 from kvferry.protocol.lease import Leases
 from kvferry.protocol.messages import Message
-from kvferry.records import TransportRecord, WorkerRecord
-from kvferry.transport.base import Transport, TransportError
+from kvferry.records import BadRecord, EngineRecord, TransportRecord, WorkerRecord
+from kvferry.transport.base import Peer, Transport, TransportError
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +106,7 @@ class WorkerAgent(AgentLoop):
             pp_rank=self._pp_rank,
             tp_rank=self._tp_rank,
             control_address=self.endpoint.address,
+            control_key_id=self.endpoint.key_id,
             layout=self._side.layout,
             transports=tuple(TransportRecord(t.name, t.record()) for t in self._side.transports),
         )
@@ -145,6 +146,7 @@ class WorkerAgent(AgentLoop):
         self._side = self._side._replace(transports=tuple(transports))
 
     def on_stop(self) -> None:
+        """Closes everything, and reports what was still running: whoever stopped the agent may collect it."""
         for reads in self._reads.values():
             reads.abandon("the worker is shutting down")
             reads.quiet()
@@ -152,6 +154,10 @@ class WorkerAgent(AgentLoop):
             peers.disconnect(producer.sources)
         for transport in self._side.transports:
             transport.close()
+        for load_id in list(self._loads):
+            # A closed transport may know that nothing can land any more where an open one did not.
+            quiet = load_id not in self._reads or self._reads[load_id].quiet()
+            self._report(machine.Report(load_id, ok=False, reason="the worker's I/O thread was stopped", quiet=quiet))
 
     def on_message(self, source: Route | str, message: Message) -> None:
         if isinstance(message, messages.Nudge):
@@ -176,7 +182,7 @@ class WorkerAgent(AgentLoop):
             if now >= handshake.deadline:
                 self._fail_handshake(address, f"no answer within {self._leases.handshake_s:g} s")
         for load_id in list(self._reads):
-            self._advance(load_id)
+            self._guard(self._advance, load_id)
         self._disconnect_retired()
         if now < self._nudged_until:
             for transport in self._side.transports:
@@ -222,7 +228,7 @@ class WorkerAgent(AgentLoop):
             self.counters["before_identified"] += 1
             return
         for action in self._loader.handle(event, boottime()):
-            self._act(action)
+            self._guard(self._act, action)
 
     def _act(self, action: machine.Action) -> None:
         if isinstance(action, Send):
@@ -232,8 +238,7 @@ class WorkerAgent(AgentLoop):
         elif isinstance(action, machine.PostReads):
             self._post_reads(action.load_id)
         elif isinstance(action, machine.AbandonReads):
-            if action.load_id in self._reads:
-                self._reads[action.load_id].abandon("no longer wanted")
+            self._abandon_reads(action.load_id)
         elif isinstance(action, machine.Report):
             self._report(action)
         elif isinstance(action, machine.Quieted):
@@ -272,12 +277,16 @@ class WorkerAgent(AgentLoop):
         except Exception as error:
             # Whatever planning raises, this load fails alone, and with its reason.
             self._handle(machine.ReadsFailed(load_id, f"{type(error).__name__}: {error}"))
-            self._handle(machine.ReadsQuiet(load_id))
             return
         load.transport = "+".join(sorted({source.transport.name for source in sources}))
         load.posted_at = boottime()
-        self._reads[load_id] = Reads(sources, load.posted_at)
-        self._advance(load_id)
+        self._reads[load_id] = Reads(sources, load.posted_at)  # posted by `on_time`, later in this turn
+
+    def _abandon_reads(self, load_id: str) -> None:
+        if load_id in self._reads:
+            self._reads[load_id].abandon("no longer wanted")
+        else:
+            self._handle(machine.ReadsQuiet(load_id))  # none was ever posted
 
     def _advance(self, load_id: str) -> None:
         """One step of a load's reads, and what the machine must hear of it."""
@@ -290,13 +299,22 @@ class WorkerAgent(AgentLoop):
             self._handle(machine.ReadsDone(load_id))
         elif was_reading and phase is Phase.FAILED:
             self._handle(machine.ReadsFailed(load_id, reads.reason))
+            if reads.lost_peer is not None:
+                self._peer_lost(reads.lost_peer, reads.reason)
         if phase is not Phase.READING and reads.quiet():
             del self._reads[load_id]
             if phase is not Phase.DONE:
                 self._handle(machine.ReadsQuiet(load_id))
             return
-        for address in reads.nudges_due(boottime()):
-            self.send(address, messages.Nudge(incarnation=self._incarnation))
+        for source in reads.nudges_due(boottime()):
+            self.send(source.nudge_address, messages.Nudge(incarnation=self._incarnation), source.nudge_key_id)
+
+    def _peer_lost(self, peer: Peer, reason: str) -> None:
+        """The memory that a handshake told of is gone, though its engine may live: ask anew before the next load."""
+        for address, producer in list(self._producers.items()):
+            if any(source.peer is peer for source in producer.sources):
+                self._forget(address)
+                self._handle(machine.PeerFailed(address, f"a worker of {address} is gone: {reason}", lost=True))
 
     def _report(self, report: machine.Report) -> None:
         load = self._loads.pop(report.load_id)
@@ -358,6 +376,7 @@ class WorkerAgent(AgentLoop):
             return
         try:
             record = records.decode_engine(message.payload)
+            _check_identity(handshake.engine_id, message, record)
             producer = peers.shake_hands(self._side, record, address)
         except Exception as error:
             # Whatever a peer's record makes us do, its loads end with a reason.
@@ -392,3 +411,13 @@ class WorkerAgent(AgentLoop):
             if not any(id(source.peer) in busy for source in producer.sources):
                 peers.disconnect(producer.sources)
                 self._retired.remove(producer)
+
+
+def _check_identity(asked_for: str, message: messages.Record, record: EngineRecord) -> None:
+    """An engine answers for itself alone. Raises BadRecord naming both values."""
+    if not asked_for == message.engine_id == record.engine_id:
+        raise BadRecord(
+            f"engine {asked_for} was asked for, {message.engine_id} answered with {record.engine_id}'s record"
+        )
+    if message.incarnation != record.incarnation:
+        raise BadRecord(f"incarnation {message.incarnation} answered with the record of {record.incarnation}")

@@ -40,7 +40,8 @@ class AddressError(ValueError):
 def parse(address: str) -> tuple[str, int]:
     """Host and port of "tcp://host:port". The host is an IPv4 address, an IPv6 address (in brackets) or a name.
 
-    Raises AddressError for any other form, and for a port outside 1..65535.
+    Raises AddressError for any other form, for a port outside 1..65535, and for a number that is not written in its
+    one canonical form: whoever could spell one address in many ways would get as many connections.
     """
     match = _ADDRESS.fullmatch(address)
     if match is None:
@@ -51,6 +52,11 @@ def parse(address: str) -> tuple[str, int]:
     port = int(match["port"])
     if not 1 <= port <= 65535:
         raise AddressError(f"{_shown(address)}: port {port} is not within 1..65535")
+    if "%" in host:
+        raise AddressError(f"{_shown(address)}: a zone id (%...) means another interface on each host")
+    canonical = join(str(_literal(host) or host), port)
+    if address != canonical:
+        raise AddressError(f"{_shown(address)} is not in canonical form, which is {canonical}")
     return host, port
 
 
@@ -84,7 +90,7 @@ def resolve(host: str) -> list[str]:
 def advertised_host(host_ip: str | None, environ: Mapping[str, str]) -> str:
     """The numeric host under which this process tells others to reach it: host_ip, VLLM_HOST_IP, or loopback.
 
-    Blocks if it is a name. Raises AddressError for a name that can't be resolved and for a wildcard.
+    Blocks if it is a name. Raises AddressError for a name that can't be resolved, a wildcard and a zone id.
     """
     host = host_ip or environ.get("VLLM_HOST_IP") or "127.0.0.1"
     numeric = resolve(host)[0]
@@ -92,6 +98,8 @@ def advertised_host(host_ip: str | None, environ: Mapping[str, str]) -> str:
         raise AddressError(
             f"host {host!r} stands for every interface, so no peer can dial it: set host_ip to one of them"
         )
+    if "%" in numeric:
+        raise AddressError(f"host {host!r} is {numeric}: a zone id means nothing to a peer, so set host_ip without one")
     return numeric
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import itertools
 import struct
+import time
 from collections.abc import Iterator
 from typing import TypeAlias
 
@@ -34,16 +35,21 @@ _LISTENER_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVEN
 class Limits:
     """Bounds of an endpoint.
 
-    high_water_messages: kept per connection and direction before `Backlog`. max_peers: addresses dialled at a time.
-    connect_s, handshake_s: how long either may take. heartbeat_s: how often a quiet connection is probed.
+    high_water_messages: kept per connection and direction before `Backlog`. routed_messages: the same for what waits
+    to go back along one Route, which is less, since a stranger chooses how many Routes there are and what is asked.
+    max_peers: addresses dialled at a time. connect_s, handshake_s: how long either may take. heartbeat_s: how often a
+    quiet connection is probed. idle_s: a dialled peer with nothing sent or received for so long is forgotten.
     linger_s: how long `close` tries to deliver what was accepted.
     """
 
     high_water_messages: int = 1000
+    # libzmq may take up to half of a bound for waiting still; the other half takes a batch's answers.
+    routed_messages: int = 2 * BATCH
     max_peers: int = 1024
     connect_s: float = 3.0
     handshake_s: float = 5.0
     heartbeat_s: float = 3.0
+    idle_s: float = 300.0
     linger_s: float = 0.2
 
     @property
@@ -81,13 +87,14 @@ class Monitor:
 
 
 class DialledPeer:
-    """One connection that we dialled."""
+    """One connection that we dialled. used_at_s: when a frame last went either way (monotonic clock)."""
 
     def __init__(self, address: str, socket: Socket, monitor: Monitor, limits: Limits) -> None:
         self.address = address
         self.socket = socket
         self.monitor = monitor
         self.lost_reason: str | None = None
+        self.used_at_s = time.monotonic()
         self._limits = limits
         self._established = False
 

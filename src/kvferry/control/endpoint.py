@@ -12,6 +12,7 @@ import errno
 import math
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -35,6 +36,9 @@ from kvferry.control.security import Security, ZapServer
 __all__ = ["AddressError", "Backlog", "Endpoint", "Event", "FrameTooLarge", "Limits", "Lost", "Received", "Route"]
 
 DEFAULT_MAX_FRAME_BYTES = 8 << 20
+
+_IDLE_CHECK_S = 60.0
+"""How often idle peers are looked for, so how often they wake a loop in which nothing else happens."""
 
 _NEVER_MS = 3_600_000
 """A lost connection is closed long before; ZMQ's own reconnecting would hide that it was lost."""
@@ -74,7 +78,8 @@ Event: TypeAlias = Received | Lost
 class Endpoint:
     """Sends to and receives from any number of peers. One thread uses it; only `wake` may be called from others.
 
-    address: "tcp://host:port" with the real port, for peers to dial. counters: what was dropped, by cause.
+    address: "tcp://host:port", canonical and with the real port, for peers to dial. counters: what was dropped, by
+    cause.
     """
 
     def __init__(
@@ -101,6 +106,7 @@ class Endpoint:
         self._allowed = allowed
         self._limits = limits or Limits()
         self._peers: dict[str, DialledPeer] = {}
+        self._idle_check_at_s = 0.0
         self._wake_lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context: Context = zmq.Context()
@@ -132,8 +138,9 @@ class Endpoint:
     def dial(self, address: str, key_id: str | None = None) -> None:
         """Starts a connection unless there is one. Never blocks; the outcome is silence, or a `Lost` later.
 
-        key_id: names the peer's key, from its record; None or empty: our first. Raises AddressError: a bad form, out
-        of range, a name instead of a number, an unknown key, no secret though it is not loopback, too many peers.
+        key_id: names the peer's key, from its record; None or empty: our first. Raises AddressError: a bad form or one
+        that is not canonical, out of range, a name instead of a number, an unknown key, no secret though it is not
+        loopback, too many peers.
         """
         if address not in self._peers:
             self._peers[address] = self._connect(address, key_id)
@@ -149,11 +156,12 @@ class Endpoint:
             if isinstance(to, Route):
                 self._listener.send_multipart([to.identity, frame], zmq.NOBLOCK)
             else:
-                self.dial(to, key_id)
-                self._peers[to].socket.send(frame, zmq.NOBLOCK)
+                self._send_dialled(to, frame, key_id)
         except zmq.Again:
             self.counters["backlog"] += 1
-            raise Backlog(f"{self._limits.high_water_messages} messages wait for {to}") from None
+            limits = self._limits
+            most = limits.routed_messages if isinstance(to, Route) else limits.high_water_messages
+            raise Backlog(f"{most} messages wait for {to}") from None
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:
                 raise
@@ -171,12 +179,10 @@ class Endpoint:
     def receive(self, timeout_s: float | None) -> list[Event]:
         """Waits at most timeout_s (None: for ever) for something to happen; returns what did, in order per peer.
 
-        Empty after a time-out or a `wake`, and also when all that happened was a peer coming or garbage being
-        dropped. What a peer sent before it was lost comes before its `Lost`.
+        Empty after a time-out or a `wake`, and also when all that happened was a peer coming, garbage being dropped
+        or an idle peer being forgotten. What a peer sent before it was lost comes before its `Lost`.
         """
-        ending = any(peer.lost_reason for peer in self._peers.values())
-        timeout_ms = 0 if ending else None if timeout_s is None else math.ceil(timeout_s * 1000)
-        ready = {readable for readable, _ in self._poller.poll(timeout_ms)}
+        ready = {readable for readable, _ in self._poller.poll(self._timeout_ms(timeout_s))}
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
         if self._zap.socket in ready:
@@ -189,6 +195,7 @@ class Endpoint:
         for peer in list(self._peers.values()):
             if peer.lost_reason or peer.socket in ready or peer.monitor.socket in ready:
                 events += self._receive_from(peer)
+        self._forget_idle()
         return events
 
     def wake(self) -> None:
@@ -213,7 +220,7 @@ class Endpoint:
         except zmq.ZMQError as error:
             raise AddressError(f"can't listen on {addresses.join(numeric, port)}: {error.strerror}") from None
         bound = self._listener.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        return addresses.join(numeric, addresses.parse(bound)[1])
+        return addresses.join(numeric, int(bound.rpartition(":")[2]))
 
     def _connect(self, address: str, key_id: str | None) -> DialledPeer:
         host, _ = addresses.parse(address)
@@ -248,7 +255,7 @@ class Endpoint:
         limits = self._limits
         options = {
             zmq.IPV6: int(":" in host),
-            zmq.SNDHWM: limits.high_water_messages,
+            zmq.SNDHWM: limits.routed_messages if kind == zmq.ROUTER else limits.high_water_messages,
             zmq.RCVHWM: limits.high_water_messages,
             # ZMQ ends the connection beyond this without a word; a smaller excess is dropped and counted here.
             zmq.MAXMSGSIZE: 2 * self.max_frame_bytes + 1024,
@@ -268,6 +275,31 @@ class Endpoint:
             socket.set(option, value)
         return socket
 
+    def _send_dialled(self, address: str, frame: bytes, key_id: str | None) -> None:
+        self.dial(address, key_id)
+        peer = self._peers[address]
+        peer.socket.send(frame, zmq.NOBLOCK)
+        peer.used_at_s = time.monotonic()
+
+    def _timeout_ms(self, timeout_s: float | None) -> int | None:
+        """How long `receive` may wait: not at all with an ended peer to report, else until idle peers are due."""
+        if any(peer.lost_reason for peer in self._peers.values()):
+            return 0
+        if self._peers:
+            until_check_s = max(0.0, self._idle_check_at_s - time.monotonic())
+            timeout_s = until_check_s if timeout_s is None else min(timeout_s, until_check_s)
+        return None if timeout_s is None else math.ceil(timeout_s * 1000)
+
+    def _forget_idle(self) -> None:
+        """Closes dialled connections that nobody uses, without an event; a peer's next frame dials anew."""
+        now_s = time.monotonic()
+        if now_s < self._idle_check_at_s:
+            return
+        self._idle_check_at_s = now_s + min(self._limits.idle_s, _IDLE_CHECK_S)
+        for peer in list(self._peers.values()):
+            if now_s - peer.used_at_s >= self._limits.idle_s and not peer.lost_reason:
+                self.forget(peer.address)
+
     def _receive_routed(self) -> Iterator[Received]:
         for identity, *frames in take(self._listener):
             if self._is_sound(frames):
@@ -281,6 +313,8 @@ class Endpoint:
             taken += 1
             if self._is_sound(frames):
                 yield Received(peer.address, frames[0])
+        if taken:
+            peer.used_at_s = time.monotonic()
         if peer.lost_reason and taken < BATCH:
             self.forget(peer.address)
             yield Lost(peer.address, peer.lost_reason)

@@ -12,11 +12,25 @@ import numpy.typing as npt
 
 from kvferry.layout.structs import Axis, CacheLayout, Dim, Field, Layer, LayoutError
 
-MAX_RUNS = 1 << 22
-"""Separate runs of bytes that one layer may have in one block: bounds the work that a peer's layout can cause."""
+# A peer's layout is looked at by a worker's only thread, so what it may cost is bounded. Caches in use stay far below:
+# their layers are alike, and most of what lies in a block folds into a few runs.
+MAX_REGIONS = 4096
+MAX_LAYERS = 4096
+MAX_FIELDS = 16
+"""Fields of one layer."""
+MAX_AXES = 16
+"""Axes of one field."""
+MAX_GEOMETRIES = 256
+"""Different ones (fields, blocks and heads) among the layers of a layout."""
+MAX_RUNS = 1 << 17
+"""Separate runs of bytes in one block, over all different geometries of a layout."""
 
 MAX_BYTES = 1 << 56
-"""Any address, length or stride above this is nonsense, and below it int64 arithmetic cannot overflow."""
+"""Any length, offset or stride above this is nonsense, and below it int64 arithmetic cannot overflow."""
+MAX_ADDRESS = 1 << 62
+
+_PIECES_PER_RUN = 4
+_MIN_PIECES = 1024
 
 Ints = npt.NDArray[np.int64]
 
@@ -30,11 +44,16 @@ def check(layout: CacheLayout) -> None:
     - only opaque fields have a tile, and they have a tag,
 
     and unless names are unique and the layers of one group agree in their block size.
+    What would be expensive to look at is refused by name, see MAX_RUNS and the other bounds.
     """
+    _few("layout: regions", len(layout.regions), MAX_REGIONS)
+    _few("layout: layers", len(layout.layers), MAX_LAYERS)
     _unique("layer name", (layer.name for layer in layout.layers))
     block_sizes: dict[int, Layer] = {}
     for index, region in enumerate(layout.regions):
+        _bounded(f"region {index}", "address", region.address, 0, MAX_ADDRESS)
         _bounded(f"region {index}", "length_bytes", region.length_bytes, 1)
+    examined = _Examined()
     for layer in layout.layers:
         first = block_sizes.setdefault(layer.group, layer)
         if first.block_size != layer.block_size:
@@ -42,10 +61,47 @@ def check(layout: CacheLayout) -> None:
                 f"layer {layer.name}: block_size {layer.block_size}, but {first.block_size} in layer {first.name}"
                 f" of the same group {layer.group}"
             )
-        _check_layer(layout, layer)
+        _check_layer(layout, layer, examined)
 
 
-def _check_layer(layout: CacheLayout, layer: Layer) -> None:
+class _Examined:
+    """The geometries of one layout that were looked at: layers that are alike share one look."""
+
+    def __init__(self) -> None:
+        self._ends: dict[object, int] = {}
+        self._disjoint: set[object] = set()
+        self._num_runs = 0
+
+    def end(self, where: str, layer: Layer) -> int:
+        """The offset just behind the last byte, from the layer's base. Raises LayoutError for an unsound field."""
+        geometry = _geometry(layer)
+        if geometry not in self._ends:
+            _few(f"{where}: different geometries up to here", len(self._ends) + 1, MAX_GEOMETRIES)
+            _unique(f"{where}: field", (field.name for field in layer.fields))
+            self._ends[geometry] = max(
+                _check_field(f"{where}, field {field.name}", layer, field) for field in layer.fields
+            )
+        return self._ends[geometry]
+
+    def prove_disjoint(self, where: str, layer: Layer) -> None:
+        """Raises LayoutError if coordinates share a byte, or if it would take too long to see."""
+        geometry = _geometry(layer)
+        if geometry in self._disjoint:
+            return
+        self._num_runs += sum(_num_runs(field) for field in layer.fields)
+        _few(f"{where}: separate runs in a block, with those of other geometries", self._num_runs, MAX_RUNS)
+        clash = _clash(layer.fields, layer.num_blocks)
+        if clash:
+            raise LayoutError(f"{where}: {clash}")
+        self._disjoint.add(geometry)
+
+
+def _geometry(layer: Layer) -> object:
+    """All of a layer that decides whether its fields are sound."""
+    return layer.fields, layer.num_blocks, layer.block_size, layer.heads.count
+
+
+def _check_layer(layout: CacheLayout, layer: Layer, examined: _Examined) -> None:
     where = f"layer {layer.name}"
     if not 0 <= layer.region < len(layout.regions):
         raise LayoutError(f"{where}: region {layer.region} of {len(layout.regions)}")
@@ -56,6 +112,7 @@ def _check_layer(layout: CacheLayout, layer: Layer) -> None:
         ("block_size", layer.block_size, 1),
         ("heads.start", layer.heads.start, 0),
         ("heads.count", layer.heads.count, 1),
+        ("heads.total", layer.heads.total, 1),
     ):
         _bounded(where, name, value, least)
     if layer.heads.start + layer.heads.count > layer.heads.total:
@@ -64,22 +121,23 @@ def _check_layer(layout: CacheLayout, layer: Layer) -> None:
         )
     if not layer.fields:
         raise LayoutError(f"{where}: fields: none")
-    _unique(f"{where}: field", (field.name for field in layer.fields))
-    end = max(_check_field(f"{where}, field {field.name}", layer, field) for field in layer.fields)
+    _few(f"{where}: fields", len(layer.fields), MAX_FIELDS)
+    for field in layer.fields:
+        _few(f"{where}, field {field.name}: axes", len(field.axes), MAX_AXES)
+    end = examined.end(where, layer)
     length = layout.regions[layer.region].length_bytes
     if layer.base_bytes + end > length:
         raise LayoutError(
             f"{where}: ends at byte {layer.base_bytes + end} of region {layer.region}, which has {length}"
         )
-    clash = _clash(layer.fields, layer.num_blocks)
-    if clash:
-        raise LayoutError(f"{where}: {clash}")
+    examined.prove_disjoint(where, layer)
 
 
 def _check_field(where: str, layer: Layer, field: Field) -> int:
     """Check one field; returns the offset just behind its last byte, from the layer's base."""
     _bounded(where, "base_bytes", field.base_bytes, 0)
     _bounded(where, "block_stride_bytes", field.block_stride_bytes, 1)
+    _bounded(where, "content_bytes", field.content_bytes, 1)
     for axis in field.axes:
         if axis.dim not in get_args(Dim):
             raise LayoutError(f"{where}: axis {axis.dim!r} is none of {get_args(Dim)}")
@@ -106,9 +164,14 @@ def _digits(where: str, axes: Iterable[Axis], dim: Dim, extent: int, tile: bool 
         raise LayoutError(f"{where}: {dim} axes cover {covered}, the layer has {extent}")
 
 
-def _bounded(where: str, name: str, value: int, least: int) -> None:
-    if not least <= value <= MAX_BYTES:
-        raise LayoutError(f"{where}: {name} {value} is not in [{least}, {MAX_BYTES}]")
+def _bounded(where: str, name: str, value: int, least: int, most: int = MAX_BYTES) -> None:
+    if not least <= value <= most:
+        raise LayoutError(f"{where}: {name} {value} is not in [{least}, {most}]")
+
+
+def _few(what: str, count: int, most: int) -> None:
+    if count > most:
+        raise LayoutError(f"{what}: {count}, the most allowed are {most}")
 
 
 def _unique(what: str, names: Iterable[str]) -> None:
@@ -123,8 +186,6 @@ def _unique(what: str, names: Iterable[str]) -> None:
 def _clash(fields: tuple[Field, ...], num_blocks: int) -> str | None:
     """How two coordinates of a layer come to share a byte, or None. Cached: most layers of a model are alike."""
     runs = [_runs(field) for field in fields]
-    if sum(len(starts) for starts, _ in runs) > MAX_RUNS:
-        return f"more than {MAX_RUNS} separate runs in a block"
     starts = np.concatenate([starts for starts, _ in runs])
     lengths = np.concatenate([np.full(len(starts), length, np.int64) for starts, length in runs])
     strides = {field.block_stride_bytes for field in fields}
@@ -138,14 +199,22 @@ def _clash(fields: tuple[Field, ...], num_blocks: int) -> str | None:
     return _overlap(starts, lengths, stride, num_blocks)
 
 
-def _runs(field: Field) -> tuple[Ints, int]:
-    """The contiguous runs of a field inside one block: their starts, and the one length they have."""
+def _num_runs(field: Field) -> int:
+    return prod(axis.size for axis in _folded(field)[1])
+
+
+def _folded(field: Field) -> tuple[int, list[Axis]]:
+    """The length of a field's contiguous runs, and the axes along which they repeat in a block."""
     run, axes = 1, [axis for axis in field.axes if axis.size > 1]
     while inner := next((axis for axis in axes if axis.stride_bytes == run), None):
         run *= inner.size
         axes.remove(inner)
-    if prod(axis.size for axis in axes) > MAX_RUNS:
-        return np.zeros(MAX_RUNS + 1, np.int64), run
+    return run, axes
+
+
+def _runs(field: Field) -> tuple[Ints, int]:
+    """The contiguous runs of a field inside one block: their starts, and the one length they have."""
+    run, axes = _folded(field)
     starts = np.full(1, field.base_bytes, np.int64)
     for axis in axes:
         starts = np.add.outer(starts, np.arange(axis.size, dtype=np.int64) * axis.stride_bytes).ravel()
@@ -163,7 +232,7 @@ def _overlap(starts: Ints, lengths: Ints, stride: int, num_blocks: int) -> str |
     cuts = np.unique(np.concatenate([begin, end]))
     low, high = np.searchsorted(cuts, begin), np.searchsorted(cuts, end)
     pieces = high - low
-    if int(pieces.sum()) > 4 * MAX_RUNS:
+    if int(pieces.sum()) > _PIECES_PER_RUN * len(starts) + _MIN_PIECES:
         return "runs overlap in too many ways"
     first = np.repeat(low - np.cumsum(pieces) + pieces, pieces)
     segment = first + np.arange(int(pieces.sum()))

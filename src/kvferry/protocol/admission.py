@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from kvferry.protocol.events import Held
-from kvferry.protocol.hold import ClaimRecord, ClaimState, Hold
-from kvferry.protocol.messages import Claim, RefusedReason, Release
+from kvferry.protocol.hold import ClaimRecord, ClaimState, Hold, No
+from kvferry.protocol.messages import Claim, Release
 
 MAX_RANKS = 1 << 16
 """More readers than that in one consumer engine is a malformed message."""
-
-
-class No(NamedTuple):
-    """Why a claim can't be had. is_over: this very claim was released, so nothing is lost."""
-
-    reason: RefusedReason
-    detail: str
-    is_over: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.reason}: {self.detail}"
 
 
 def mismatch(offer: Held, claim: Claim) -> No | None:
@@ -53,6 +40,8 @@ def admit(
     hold: Hold, claim_id: str, num_ranks: int, *, max_claims: int, closing: str | None, rank: int | None = None
 ) -> ClaimRecord | No:
     """The open claim, newly opened if it was never seen; or why there is none."""
+    if claim_id in hold.disowned:
+        return hold.disowned[claim_id]
     record = hold.claims.get(claim_id)
     if record is not None:
         return refusal(record, num_ranks, rank) or record

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 from kvferry.protocol.messages import Message, Outcome, TransferRef
 
 Route: TypeAlias = Any
-"""Where a message came from, and where its answer goes: opaque to the protocol, which only hands it back."""
+"""Where a message came from, and where its answer goes: hashable, else opaque to the protocol, which hands it back."""
 
 FreeOutcome = Literal["released", "expired", "lapsed", "voided"]
 """Why a hold ended. released: every claim was; expired: nobody ever claimed; lapsed: some claim's lease ran out;
@@ -141,8 +141,9 @@ class PeerReady:
 class PeerFailed:
     """The handshake failed or was refused, or the connection was lost.
 
-    lost: nothing that was agreed with this address stands any more. False: only the new handshake failed, so
-    loads that go on under an earlier one with the same address are left alone.
+    lost: nothing that was agreed with this address stands any more. False: only the handshake under way failed, so
+    loads that go on under an earlier one with the same address are left alone, and so are loads that named another
+    engine: they get a Connect of their own.
     """
 
     address: str

@@ -5,11 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from enum import Enum
+from typing import NamedTuple
 
 from kvferry.protocol.events import Held
 from kvferry.protocol.fanin import ReleaseSet
 from kvferry.protocol.lease import Leases
+from kvferry.protocol.messages import RefusedReason
 from kvferry.protocol.transitions import Table
+
+
+MAX_DISOWNED = 256
+"""Of one hold; the oldest are forgotten."""
+
+
+class No(NamedTuple):
+    """Why a claim can't be had. is_over: this very claim was released, so nothing is lost."""
+
+    reason: RefusedReason
+    detail: str
+    is_over: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}"
 
 
 class HoldState(Enum):
@@ -27,6 +44,7 @@ class HoldTrigger(Enum):
     ALL_OVER = "every claim is over, some lapsed"
     TIMEOUT = "first_hold_s without a claim"
     VOID = "void or closing"
+    DISOWN = "its last claim is disowned"
 
 
 HOLDS = Table(
@@ -37,6 +55,7 @@ HOLDS = Table(
         (HoldState.UNCLAIMED, HoldTrigger.TIMEOUT): HoldState.EXPIRED,
         (HoldState.UNCLAIMED, HoldTrigger.VOID): HoldState.VOIDED,
         (HoldState.CLAIMED, HoldTrigger.CLAIM): HoldState.CLAIMED,
+        (HoldState.CLAIMED, HoldTrigger.DISOWN): HoldState.UNCLAIMED,
         (HoldState.CLAIMED, HoldTrigger.ALL_RELEASED): HoldState.RELEASED,
         (HoldState.CLAIMED, HoldTrigger.ALL_OVER): HoldState.LAPSED,
     },
@@ -67,15 +86,19 @@ CLAIMS = Table(
 
 
 class ClaimRecord:
-    """One claim as the producer sees it. lease_end: on the producer's clock; nothing is freed before it."""
+    """One claim as the producer sees it. lease_end: on the producer's clock; nothing is freed before it.
 
-    __slots__ = ("lease_end", "num_ranks", "releases", "state")
+    granted_end: of the last lease that a rank was granted, which may prove its reads.
+    """
+
+    __slots__ = ("granted_end", "lease_end", "num_ranks", "releases", "state")
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self.state = CLAIMS.start
         self.releases = ReleaseSet(range(num_ranks))
         self.lease_end = -math.inf
+        self.granted_end = -math.inf
 
     @property
     def is_open(self) -> bool:
@@ -83,14 +106,30 @@ class ClaimRecord:
 
 
 class Hold:
-    """Blocks that the ledger holds, with every claim on them that was ever seen."""
+    """Blocks that the ledger holds, with every claim on them that was ever seen.
 
-    __slots__ = ("_leases", "claims", "first_end", "held_at", "longest_end", "offer", "state")
+    disowned: why, by id of a claim whose reader wanted something else; it neither keeps nor ends the hold.
+    disowned_end: until then a rank of such a claim may trust a lease that it was granted.
+    """
+
+    __slots__ = (
+        "_leases",
+        "claims",
+        "disowned",
+        "disowned_end",
+        "first_end",
+        "held_at",
+        "longest_end",
+        "offer",
+        "state",
+    )
 
     def __init__(self, offer: Held, leases: Leases, now: float) -> None:
         self.offer = offer
         self.state = HOLDS.start
         self.claims: dict[str, ClaimRecord] = {}
+        self.disowned: dict[str, No] = {}
+        self.disowned_end = -math.inf
         self.held_at = now
         self.first_end = now + leases.first_hold_s
         self.longest_end = now + leases.longest_hold_s
@@ -101,11 +140,23 @@ class Hold:
         record = self.claims[claim_id] = ClaimRecord(num_ranks)
         return record
 
+    def disown(self, claim_id: str, no: No) -> None:
+        """The claim's reader was refused for what it wants: forget its claim, and answer it with `no` from now on."""
+        record = self.claims.pop(claim_id, None)
+        if record is not None:
+            if record.is_open:
+                self.disowned_end = max(self.disowned_end, record.granted_end)
+            if not self.claims:
+                self.state = HOLDS.next(self.state, HoldTrigger.DISOWN)
+        self.disowned.setdefault(claim_id, no)
+        if len(self.disowned) > MAX_DISOWNED:
+            del self.disowned[next(iter(self.disowned))]
+
     def renew(self, record: ClaimRecord, now: float) -> float:
         """Give the claim a lease from `now`, shortened to the longest hold. Returns its length in seconds."""
         record.state = CLAIMS.next(record.state, ClaimTrigger.RENEW)
         record.lease_end = min(now + self._leases.lease_s, self.longest_end)
-        return record.lease_end - now
+        return min(record.lease_end - now, self._leases.lease_s)
 
     def release(self, record: ClaimRecord, ranks: Iterable[int] | None) -> bool:
         """Whether the release is news. Raises ValueError, and changes nothing, for ranks that the claim hasn't."""
@@ -123,6 +174,8 @@ class Hold:
 
     def verdict(self, now: float) -> HoldTrigger | None:
         """What ends the hold now, if anything."""
+        if now < self.disowned_end:
+            return None
         if not self.claims:
             return HoldTrigger.TIMEOUT if self.first_end <= now else None
         states = {record.state for record in self.claims.values()}
@@ -134,8 +187,12 @@ class Hold:
     def deadline(self) -> float:
         """When `lapse` or `verdict` may have something new to say."""
         if not self.claims:
-            return self.first_end
-        return min((record.lease_end for record in self.claims.values() if record.is_open), default=-math.inf)
+            return max(self.first_end, self.disowned_end)
+        open_until = (record.lease_end for record in self.claims.values() if record.is_open)
+        return min(open_until, default=self.disowned_end)
+
+    def may_be_voided(self, now: float) -> bool:
+        return not self.claims and self.disowned_end <= now
 
     def released_claims(self) -> frozenset[str]:
         return frozenset(name for name, record in self.claims.items() if record.state is ClaimState.RELEASED)

@@ -58,11 +58,15 @@ Action: TypeAlias = Connect | PostReads | AbandonReads | Send | Report | Quieted
 
 @dataclass
 class _Peer:
-    """A producer's engine. incarnation: None until a handshake is done. connecting_until: None if none is under way."""
+    """A producer's engine. incarnation: None until a handshake is done. connecting_until: None if none is under way.
+
+    connecting_to: the engine id that the handshake under way asks for, as one load has it.
+    """
 
     incarnation: str | None = None
     topology_digest: bytes = b""
     connecting_until: float | None = None
+    connecting_to: str = ""
 
 
 class Loader:
@@ -93,7 +97,7 @@ class Loader:
             case PeerReady():
                 return self._on_peer_ready(event, now)
             case PeerFailed():
-                return self._on_peer_failed(event)
+                return self._on_peer_failed(event, now)
             case ReadsDone(load_id):
                 return self._on_reads_done(self._job(load_id), now)
             case ReadsFailed(load_id, reason):
@@ -133,9 +137,13 @@ class Loader:
             return self._begin(job, peer, now)
         if peer.connecting_until is not None:
             return []
+        return [self._connect(peer, load, now)]
+
+    def _connect(self, peer: _Peer, load: Load, now: float) -> Action:
         peer.connecting_until = now + self._leases.handshake_s
+        peer.connecting_to = load.ref.producer
         self._alarm.by(peer.connecting_until)
-        return [Connect(load.address, load.ref.producer)]
+        return Connect(load.address, load.ref.producer)
 
     def _on_peer_ready(self, ready: PeerReady, now: float) -> list[Action]:
         peer = self._peers[ready.address] = _Peer(ready.incarnation, ready.topology_digest)
@@ -148,16 +156,34 @@ class Loader:
                 actions += self._begin(job, peer, now)
         return actions
 
-    def _on_peer_failed(self, failed: PeerFailed) -> list[Action]:
-        peer = self._peers.get(failed.address)
-        if peer is not None:
-            peer.connecting_until = None
-            if failed.lost or peer.incarnation is None:
-                del self._peers[failed.address]
+    def _on_peer_failed(self, failed: PeerFailed, now: float) -> list[Action]:
+        if not failed.lost:
+            return self._on_handshake_failed(failed, now)
+        self._peers.pop(failed.address, None)
         actions: list[Action] = []
         for job in self._unreported_jobs(failed.address):
-            if failed.lost or job.state is LoadState.CONNECTING:
+            actions += self._give_up(job, failed.reason)
+        return actions
+
+    def _on_handshake_failed(self, failed: PeerFailed, now: float) -> list[Action]:
+        """Fails the loads that named the engine that was asked for; the next one's handshake begins."""
+        peer = self._peers.get(failed.address)
+        if peer is None or peer.connecting_until is None:
+            return []  # none was under way any more
+        peer.connecting_until = None
+        actions: list[Action] = []
+        others: list[Load] = []
+        for job in self._unreported_jobs(failed.address):
+            if job.state is not LoadState.CONNECTING:
+                continue
+            if job.load.ref.producer == peer.connecting_to:
                 actions += self._give_up(job, failed.reason)
+            else:
+                others.append(job.load)
+        if others:
+            actions.append(self._connect(peer, others[0], now))
+        elif peer.incarnation is None:
+            del self._peers[failed.address]
         return actions
 
     def _unreported_jobs(self, address: str) -> list[Job]:
@@ -222,7 +248,7 @@ class Loader:
             case Grant():
                 return self._on_grant(message, now)
             case Refused():
-                return self._on_refused(message)
+                return self._on_refused(message, now)
             case Released():
                 return []  # the engine's own release makes sure
         return [Note("unexpected_message", f"{type(message).__name__} at a loader")]
@@ -242,10 +268,14 @@ class Loader:
             job.granted = Granted(grant.seq, job.asked[grant.seq], grant.lease_s)
         return self._prove(job, now) if job.state is LoadState.PROVING else []
 
-    def _on_refused(self, refused: Refused) -> list[Action]:
+    def _on_refused(self, refused: Refused, now: float) -> list[Action]:
         job = self._asked_by(refused)
         if job is None:
             return [Note("stray_answer", f"refusal of claim {refused.claim_id}, seq {refused.seq}")]
+        if refused.reason == "busy":
+            job.ask_again_at = now + self._leases.claim_reply_s
+            self._alarm.by(job.ask_again_at)
+            return [Note("claim_busy", f"claim {refused.claim_id}: {refused.detail}")]
         return self._give_up(job, f"{refused.reason}: {refused.detail}")
 
     def _prove(self, job: Job, now: float) -> list[Action]:
@@ -265,7 +295,7 @@ class Loader:
         for address, peer in list(self._peers.items()):
             if peer.connecting_until is not None and peer.connecting_until <= now:
                 reason = f"handshake: no answer in {self._leases.handshake_s} s"
-                actions += self._on_peer_failed(PeerFailed(address, reason, lost=False))
+                actions += self._on_peer_failed(PeerFailed(address, reason, lost=False), now)
         for job in list(self._jobs.values()):
             actions += self._on_job_tick(job, now)
         self._set_alarm()

@@ -110,7 +110,7 @@ RefusedReason = Literal[
 
 
 class Refused(_Message, frozen=True, tag="refused"):
-    """A Hello or Claim is refused for good. claim_id is empty when a Hello is refused."""
+    """A Hello or Claim is refused: for good, unless "busy". claim_id is empty when a Hello is refused."""
 
     claim_id: str
     rank: int

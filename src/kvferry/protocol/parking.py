@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import NamedTuple, TypeAlias
 
 from kvferry.protocol.events import Route
@@ -21,20 +22,26 @@ class _Lot(NamedTuple):
 
 
 class Parking:
-    """Bounded in number (`max_parked`, over all transfers) and time (`parking_s` from a transfer's first message)."""
+    """Bounded in number and in time (`parking_s` from a transfer's first message).
+
+    `max_parked` messages over all transfers, and a quarter of that from one route, so that no peer takes all the room.
+    """
 
     def __init__(self, leases: Leases) -> None:
         self._leases = leases
         self._lots: dict[HoldKey, _Lot] = {}
         self._size = 0
+        self._per_route: Counter[Route] = Counter()
+        self._max_per_route = max(1, leases.max_parked // 4)
 
     def add(self, key: HoldKey, route: Route, message: Parkable, now: float) -> bool:
-        """False: full, and the message isn't kept."""
-        if self._size >= self._leases.max_parked:
+        """False: full, or full for this route, and the message isn't kept."""
+        if self._size >= self._leases.max_parked or self._per_route[route] >= self._max_per_route:
             return False
         lot = self._lots.setdefault(key, _Lot(now + self._leases.parking_s, []))
         lot.messages.append((route, message))
         self._size += 1
+        self._per_route[route] += 1
         return True
 
     def take(self, key: HoldKey) -> list[tuple[Route, Parkable]]:
@@ -43,6 +50,10 @@ class Parking:
         if lot is None:
             return []
         self._size -= len(lot.messages)
+        for route, _ in lot.messages:
+            self._per_route[route] -= 1
+            if not self._per_route[route]:
+                del self._per_route[route]
         return lot.messages
 
     def transfers(self) -> list[HoldKey]:

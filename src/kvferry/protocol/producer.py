@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from kvferry.protocol.admission import MAX_RANKS, No, admit, mismatch, ranks_make_sense
+from kvferry.protocol.admission import MAX_RANKS, admit, mismatch, ranks_make_sense
 from kvferry.protocol.events import (
     Closing,
     FreeHold,
@@ -20,7 +20,7 @@ from kvferry.protocol.events import (
     Tick,
     Void,
 )
-from kvferry.protocol.hold import HOLDS, ClaimRecord, Hold, HoldState, HoldTrigger
+from kvferry.protocol.hold import HOLDS, ClaimRecord, Hold, HoldState, HoldTrigger, No
 from kvferry.protocol.lease import Alarm, Leases
 from kvferry.protocol.messages import (
     CLAIM_OVER,
@@ -108,9 +108,9 @@ class ProducerEngine:
             case Received(route, message):
                 actions += self._on_message(route, message, now)
             case Void(reason):
-                actions += self._void(reason)
+                actions += self._void(reason, now)
             case Closing(reason):
-                actions += self._close(reason)
+                actions += self._close(reason, now)
             case Tick():
                 pass
         return actions
@@ -156,16 +156,16 @@ class ProducerEngine:
             actions += self._on_message(route, message, now)
         return actions
 
-    def _void(self, reason: str) -> list[Action]:
+    def _void(self, reason: str, now: float) -> list[Action]:
         actions: list[Action] = []
         for hold in self._all_holds():
-            if not hold.claims:
+            if hold.may_be_voided(now):
                 actions += self._end(hold, HoldTrigger.VOID, reason)
         return actions
 
-    def _close(self, reason: str) -> list[Action]:
+    def _close(self, reason: str, now: float) -> list[Action]:
         self._closing = reason
-        actions = self._void(reason)
+        actions = self._void(reason, now)
         for key in self._parking.transfers():
             actions += self._turn_away(self._parking.take(key), No("ended", reason))
         return actions
@@ -187,35 +187,43 @@ class ProducerEngine:
             return [Note("bad_message", f"claim of rank {claim.rank} of {claim.num_ranks}")]
         hold = self._find(claim.ref, claim.claim_id)
         if hold is None:
-            return self._park(route, claim, claim.ref, now)
+            return self._park_or_refuse(route, claim, now)
         if isinstance(hold, No):
             return [*self._refuse(route, claim, hold)]
-        record = mismatch(hold.offer, claim) or self._admit(hold, claim.claim_id, claim.num_ranks, claim.rank)
+        wrong = mismatch(hold.offer, claim)
+        if wrong is not None:
+            hold.disown(claim.claim_id, wrong)
+            return [*self._refuse(route, claim, wrong), *self._settle(hold, now)]
+        record = self._admit(hold, claim.claim_id, claim.num_ranks, claim.rank)
         if isinstance(record, No):
             return [*self._refuse(route, claim, record)]
+        lease_s = self._renew(hold, record, now)
+        record.granted_end = record.lease_end
         grant = Grant(
             claim_id=claim.claim_id,
             rank=claim.rank,
             seq=claim.seq,
             generation=claim.ref.generation,
-            lease_s=self._renew(hold, record, now),
+            lease_s=lease_s,
         )
         return [Send(route, grant)]
 
     def _on_renew(self, route: Route, renew: Renew, now: float) -> list[Action]:
-        actions: list[Action] = []
         answers: list[RenewedEntry] = []
+        bad: list[str] = []
+        dropped: list[str] = []
         for entry in renew.entries:
             if not 0 < entry.num_ranks <= MAX_RANKS:
-                actions.append(Note("bad_message", f"renewal of a claim of {entry.num_ranks} ranks"))
+                bad.append(f"a claim of {entry.num_ranks} ranks")
                 continue
             answer = self._renew_entry(entry, now)
-            if answer is None:
-                actions += self._park(route, msgspec.structs.replace(renew, entries=(entry,)), entry.ref, now)
-                continue
-            answers.append(answer)
-            if not answer.held and answer.reason != CLAIM_OVER:
-                actions.append(Note("renewal_refused", answer.reason))
+            if answer is not None:
+                answers.append(answer)
+            elif not self._park(route, msgspec.structs.replace(renew, entries=(entry,)), entry.ref, now):
+                dropped.append(self._parking_full().detail)
+        refused = [answer.reason for answer in answers if not answer.held and answer.reason != CLAIM_OVER]
+        actions = _counted("bad_message", bad) + _counted("parking_full", dropped)
+        actions += _counted("renewal_refused", refused)
         if answers:
             actions.append(Send(route, Renewed(seq=renew.seq, entries=tuple(answers))))
         return actions
@@ -237,7 +245,8 @@ class ProducerEngine:
             return [Note("bad_message", f"release of ranks {release.ranks} of {release.num_ranks}")]
         hold = self._find(release.ref, release.claim_id)
         if hold is None:
-            return self._park(route, release, release.ref, now)
+            parked = self._park(route, release, release.ref, now)
+            return [] if parked else [Note("parking_full", self._parking_full().detail)]
         if isinstance(hold, No):
             actions = _late_release(release, hold)
         else:
@@ -248,6 +257,8 @@ class ProducerEngine:
         return [*actions, Send(route, Released(claim_id=release.claim_id, seq=release.seq))]
 
     def _release(self, hold: Hold, record: ClaimRecord | None, release: Release, now: float) -> list[Action]:
+        if release.claim_id in hold.disowned:
+            return _failure(release)
         if record is None:  # nobody claimed first: a transfer of nothing, or its claim is still on the way
             if len(hold.claims) >= self._leases.max_claims:
                 return [Note("unknown_release", _describe(release))]
@@ -256,10 +267,7 @@ class ProducerEngine:
         if not hold.release(record, release.ranks):
             # The engine's own release comes after those of its ranks, so only a rank's is worth a note.
             return [] if release.ranks is None else [Note("duplicate_release", _describe(release))]
-        actions: list[Action] = []
-        if release.outcome == "failed":
-            actions.append(Note("consumer_failed", f"{_describe(release)}: {release.reason}"))
-        return actions + self._settle(hold, now)
+        return _failure(release) + self._settle(hold, now)
 
     # Looking up
 
@@ -308,7 +316,12 @@ class ProducerEngine:
 
     def _settle(self, hold: Hold, now: float) -> list[Action]:
         trigger = hold.verdict(now)
-        return [] if trigger is None else self._end(hold, trigger, trigger.value)
+        if trigger is not None:
+            return self._end(hold, trigger, trigger.value)
+        if self._closing is not None and hold.may_be_voided(now):
+            return self._end(hold, HoldTrigger.VOID, self._closing)
+        self._alarm.by(hold.deadline)
+        return []
 
     def _end(self, hold: Hold, trigger: HoldTrigger, detail: str) -> list[Action]:
         hold.state = HOLDS.next(hold.state, trigger)
@@ -323,14 +336,21 @@ class ProducerEngine:
 
     # Messages for transfers that aren't known yet
 
-    def _park(self, route: Route, message: Parkable, ref: TransferRef, now: float) -> list[Action]:
-        """Where the parking is full a claim is refused; a renewal or a release is dropped, since it will come again."""
-        if self._parking.add((ref.transfer_id, ref.generation), route, message, now):
-            self._alarm.by(now + self._leases.parking_s)
+    def _park(self, route: Route, message: Parkable, ref: TransferRef, now: float) -> bool:
+        """False: full. A claim is then refused; a renewal or a release is dropped, since it will come again."""
+        if not self._parking.add((ref.transfer_id, ref.generation), route, message, now):
+            return False
+        self._alarm.by(now + self._leases.parking_s)
+        return True
+
+    def _park_or_refuse(self, route: Route, claim: Claim, now: float) -> list[Action]:
+        if self._park(route, claim, claim.ref, now):
             return []
-        no = No("busy", f"{len(self._parking)} messages wait for transfers that aren't known")
-        answers = self._refuse(route, message, no) if isinstance(message, Claim) else []
-        return [Note("parking_full", no.detail), *answers]
+        no = self._parking_full()
+        return [Note("parking_full", no.detail), *self._refuse(route, claim, no)]
+
+    def _parking_full(self) -> No:
+        return No("busy", f"{len(self._parking)} messages wait for transfers that aren't known")
 
     def _turn_away(self, messages: list[tuple[Route, Parkable]], no: No) -> list[Action]:
         actions: list[Action] = []
@@ -364,6 +384,17 @@ class ProducerEngine:
     def _refuse(self, route: Route, claim: Claim, no: No) -> list[Action]:
         refused = Refused(claim_id=claim.claim_id, rank=claim.rank, seq=claim.seq, reason=no.reason, detail=no.detail)
         return [Note("claim_refused", str(no)), Send(route, refused)]
+
+
+def _counted(name: str, details: list[str]) -> list[Action]:
+    """One note for all of a message's entries; it has the first one's detail."""
+    return [Note(name, f"{len(details)} entries, the first: {details[0]}")] if details else []
+
+
+def _failure(release: Release) -> list[Action]:
+    if release.outcome != "failed":
+        return []
+    return [Note("consumer_failed", f"{_describe(release)}: {release.reason}")]
 
 
 def _late_release(release: Release, no: No) -> list[Action]:

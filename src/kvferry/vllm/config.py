@@ -26,7 +26,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     worker_port: first of the workers' control ports (worker of rank r takes worker_port + r); 0 is any.
     secret: overrides KVFERRY_SECRET. allow_open: run without a secret on an address that is not loopback.
     allowed_peers: CIDR ranges that may be dialled.
-    model_id: what both sides call the model; by default a digest of its Hugging Face configuration.
+    model_id: what both sides call the model; by default a digest of its configuration and samples of its weights.
     weights_epoch: part of every prompt's digest; change it on both sides together with the weights.
     silence_s: a connection on which the other side says nothing for this long, not even to probes, is over.
     max_held, max_quarantined: largest fraction of the block pool that waits for readers, or for failed reads.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvferry.protocol.digest import prompt_digest
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 
 _NOT_THE_MODEL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures_source"}
 """Keys of a Hugging Face configuration that say where or how it was loaded, not what it is."""
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_SAMPLE_BYTES = 64 << 10
 
 
 def undigestible(request: Request) -> str:
@@ -45,8 +49,44 @@ def request_digest(request: Request, num_tokens: int, *, model: str, weights_epo
 
 
 def model_identity(vllm_config: VllmConfig) -> str:
-    """Names the model by the contents of its configuration, so that paths may differ between hosts."""
-    config: dict[str, Any] = vllm_config.model_config.hf_config.to_dict()
+    """Names the model by its configuration and by samples of its weights, so that paths may differ between hosts.
+
+    Weights that can't be found as files (loaded from elsewhere, or made up) count by the configuration alone.
+    """
+    model = vllm_config.model_config
+    config: dict[str, Any] = model.hf_config.to_dict()
     kept = {key: value for key, value in config.items() if key not in _NOT_THE_MODEL}
-    encoded = json.dumps(kept, sort_keys=True, default=str).encode()
-    return hashlib.blake2b(encoded, digest_size=12).hexdigest()
+    digest = hashlib.blake2b(json.dumps(kept, sort_keys=True, default=str).encode(), digest_size=12)
+    for file in _weight_files(model.model, model.revision):
+        digest.update(_sample(file))
+    return digest.hexdigest()
+
+
+def _weight_files(model: str, revision: str | None) -> list[Path]:
+    """The files with the weights of a local path, or of a model in Hugging Face's cache; empty if there are none."""
+    path = Path(model)
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        try:
+            from huggingface_hub import snapshot_download
+
+            path = Path(snapshot_download(model, revision=revision, local_files_only=True))
+        except Exception:
+            # Not in the cache, or not a name of a hub at all.
+            return []
+    for pattern in _WEIGHTS:
+        if files := sorted(path.glob(pattern)):
+            return files
+    return []
+
+
+def _sample(file: Path) -> bytes:
+    """Name, size and three pieces of a weights' file: enough to tell a model from its fine-tuned kin, at once."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        pieces = [file.name.encode(), size.to_bytes(8, "little")]
+        for start in (0, size // 2, max(size - _SAMPLE_BYTES, 0)):
+            opened.seek(start)
+            pieces.append(opened.read(_SAMPLE_BYTES))
+    return b"".join(pieces)

@@ -8,13 +8,15 @@ client, so it is checked here and proven by digests later.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from kvferry.protocol.messages import TransferRef
 
 VERSION = 1
+REASON_CHARS = 500
+"""A reason that came through a client is cut to this length."""
 
 
 class BadParams(ValueError):
@@ -40,31 +42,39 @@ class Offer(msgspec.Struct, frozen=True):
         return f"tcp://{host}:{self.port}"
 
 
+# Bounds keep whatever a client sends within what messages and planner can hold.
+_Id = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+_Name = Annotated[str, msgspec.Meta(pattern="^[!-~]{1,128}$")]
+_KeyId = Annotated[str, msgspec.Meta(pattern="^[!-~]{0,64}$")]
+_Count = Annotated[int, msgspec.Meta(gt=0, lt=2**53)]
+_BlockId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
 class _Own(msgspec.Struct):
     version: int
-    transfer_id: str
-    generation: int
-    incarnation: str
-    key_id: str = ""
+    transfer_id: _Id
+    generation: _Count
+    incarnation: _Id
+    key_id: _KeyId = ""
 
 
 class _Contract(msgspec.Struct):
-    remote_engine_id: str
-    remote_host: str
-    remote_port: int
-    remote_num_tokens: int
-    remote_block_ids: list[list[int]]
+    remote_engine_id: _Name
+    remote_host: _Name
+    remote_port: Annotated[int, msgspec.Meta(gt=0, lt=65536)]
+    remote_num_tokens: Annotated[int, msgspec.Meta(gt=0, lt=2**31)]
+    remote_block_ids: list[list[_BlockId]]
     kvferry: _Own
 
 
-def wants_remote_decode(params: Mapping[str, Any] | None) -> bool:
+def wants_remote_decode(params: object) -> bool:
     """First leg: this request's KV will be fetched by another engine."""
-    return bool(params) and params is not None and params.get("do_remote_decode") is True
+    return isinstance(params, Mapping) and params.get("do_remote_decode") is True
 
 
-def wants_remote_prefill(params: Mapping[str, Any] | None) -> bool:
+def wants_remote_prefill(params: object) -> bool:
     """Second leg: this request's KV is to be fetched from another engine."""
-    return bool(params) and params is not None and params.get("do_remote_prefill") is True
+    return isinstance(params, Mapping) and params.get("do_remote_prefill") is True
 
 
 def to_params(offer: Offer, *, request_id: str, tp_size: int, pp_size: int, dcp_size: int = 1) -> dict[str, Any]:
@@ -97,27 +107,26 @@ def not_offered(reason: str) -> dict[str, Any]:
     return {"do_remote_prefill": False, "do_remote_decode": False, "kvferry": {"refused": reason}}
 
 
-def why_not_offered(params: Mapping[str, Any] | None) -> str:
+def why_not_offered(params: object) -> str:
     """The reason in the answer of a first leg that offered nothing; empty if there is none."""
-    own = (params or {}).get("kvferry")
-    return str(own.get("refused", "")) if isinstance(own, Mapping) else ""
+    own = params.get("kvferry") if isinstance(params, Mapping) else None
+    reason = own.get("refused") if isinstance(own, Mapping) else None
+    return reason[:REASON_CHARS] if isinstance(reason, str) else ""
 
 
 def from_params(params: Mapping[str, Any], num_groups: int) -> Offer:
     """Reads what a first leg answered. A router may have turned integers into floats. Raises BadParams."""
     if "kvferry" not in params:
         raise BadParams("kv_transfer_params has no key 'kvferry': the prefill side does not run kvferry")
+    version = params["kvferry"].get("version") if isinstance(params["kvferry"], Mapping) else None
+    if version != VERSION:
+        raise BadParams(f"kv_transfer_params.kvferry.version is {str(version)[:40]}, this side speaks {VERSION}")
+    known = {name: params[name] for name in _Contract.__struct_fields__ if name in params}
     try:
-        contract = msgspec.convert(_integral(params), _Contract)
+        contract = msgspec.convert(_integral(known), _Contract)
     except msgspec.ValidationError as error:
         raise BadParams(f"kv_transfer_params: {error}") from None
     own = contract.kvferry
-    if own.version != VERSION:
-        raise BadParams(f"kv_transfer_params.kvferry.version is {own.version}, this side speaks {VERSION}")
-    if not 0 < contract.remote_port < 65536:
-        raise BadParams(f"kv_transfer_params.remote_port is {contract.remote_port}, not in 1..65535")
-    if contract.remote_num_tokens <= 0:
-        raise BadParams(f"kv_transfer_params.remote_num_tokens is {contract.remote_num_tokens}, not positive")
     if len(contract.remote_block_ids) != num_groups:
         raise BadParams(
             f"kv_transfer_params.remote_block_ids has {len(contract.remote_block_ids)} KV cache groups, "
@@ -133,12 +142,12 @@ def from_params(params: Mapping[str, Any], num_groups: int) -> Offer:
     )
 
 
-def _integral(value: Any) -> Any:
-    """The same value with floats that are whole numbers as integers."""
+def _integral(value: Any, depth: int = 3) -> Any:
+    """The same value with floats that are whole numbers as integers, as deep as the contract goes."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    if isinstance(value, Mapping):
-        return {key: _integral(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [_integral(item) for item in value]
+    if depth and isinstance(value, Mapping):
+        return {key: _integral(item, depth - 1) for key, item in value.items()}
+    if depth and isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [_integral(item, depth - 1) for item in value]
     return value

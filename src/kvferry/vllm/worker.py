@@ -74,10 +74,12 @@ class WorkerSide:
 
     def unregister_kv_caches(self) -> None:
         """Sleep mode is about to take the cache's memory: nothing may be read from or into it any more."""
-        if self._agent is not None:
-            self._fail_running("the KV cache was unregistered")
-            self._agent.stop()
-            self._agent = None
+        if self._agent is None:
+            return
+        self._agent.stop()
+        for result in self._agent.collect():
+            self._end(result)
+        self._agent = None
 
     def restore_kv_caches(self, kv_caches: Mapping[str, torch.Tensor] | None = None) -> None:
         """The cache's memory is back: registers it anew and lets the engine publish the new record."""
@@ -106,7 +108,7 @@ class WorkerSide:
         if step.loads or step.cancels:
             self._agent.identify(step.engine_id, step.incarnation, step.rendezvous)
         for load in step.loads:
-            self._agent.load(load)
+            self._agent.load(load)  # appends to a queue: nothing here can fail halfway
         for load_id, reason in step.cancels:
             self._agent.cancel(load_id, reason)
 

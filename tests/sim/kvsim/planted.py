@@ -66,7 +66,7 @@ def timer_frees() -> AbstractContextManager[Any]:
 def void_frees_claimed() -> AbstractContextManager[Any]:
     """Resetting the prefix cache drops what others still read."""
 
-    def void(self: Any, reason: str) -> list[Any]:
+    def void(self: Any, reason: str, now: float) -> list[Any]:
         return [
             action
             for hold in self._all_holds()
@@ -111,6 +111,11 @@ def generation_unchecked() -> AbstractContextManager[Any]:
     return patch.object(ProducerEngine, "_find", find)
 
 
+def refused_readers_count() -> AbstractContextManager[Any]:
+    """A reader that was refused for its prompt still ends, or keeps, the hold of the right one."""
+    return patch.object(Hold, "disown", lambda self, claim_id, no: None)
+
+
 def parked_for_ever() -> AbstractContextManager[Any]:
     return patch.object(Parking, "expired", lambda self, now: [])
 
@@ -119,7 +124,7 @@ def accepted_unasked() -> AbstractContextManager[Any]:
     """Reads that are done are good."""
     return _all(
         patch.object(Job, "is_proven", lambda self, leases: self.done_at is not None),
-        patch.object(Loader, "_on_refused", lambda self, refused: []),
+        patch.object(Loader, "_on_refused", lambda self, refused, now: []),
     )
 
 
@@ -131,11 +136,11 @@ def lease_unchecked() -> AbstractContextManager[Any]:
 def refusal_after_grant_ignored() -> AbstractContextManager[Any]:
     """A claim that was granted once is taken for granted."""
 
-    def on_refused(self: Any, refused: Any) -> list[Any]:
+    def on_refused(self: Any, refused: Any, now: float) -> list[Any]:
         job = self._asked_by(refused)
         if job is not None and job.granted is not None and job.done_at is not None:
             return self._accept(job)  # type: ignore[no-any-return]
-        return real(self, refused)
+        return real(self, refused, now)
 
     real = Loader._on_refused
     return patch.object(Loader, "_on_refused", on_refused)
@@ -178,7 +183,7 @@ def quiet_when_told_to_stop() -> AbstractContextManager[Any]:
 def refusal_unreported() -> AbstractContextManager[Any]:
     """A refused load is neither failed nor done."""
 
-    def on_refused(self: Any, refused: Any) -> list[Any]:
+    def on_refused(self: Any, refused: Any, now: float) -> list[Any]:
         job = self._asked_by(refused)
         if job is not None:
             job.deadline = float("inf")
@@ -242,6 +247,7 @@ PLANTED: tuple[Planted, ...] = (
     claims_rise_again,
     digest_unchecked,
     generation_unchecked,
+    refused_readers_count,
     parked_for_ever,
     accepted_unasked,
     lease_unchecked,

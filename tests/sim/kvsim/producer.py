@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvferry.protocol.digest import blocks_digest, prompt_digest
 from kvferry.protocol.lease import Leases
-from kvferry.protocol.messages import Claim, Grant, Message, Release, Renew, Renewed, RenewEntry, TransferRef
+from kvferry.protocol.messages import Claim, Grant, Message, Refused, Release, Renew, Renewed, RenewEntry, TransferRef
 from kvferry.protocol.producer import Closing, FreeHold, Held, Note, ProducerEngine, Received, Send, Void
 from kvsim.world import EPSILON_S, Driver, Link, Process, World, check
 
@@ -41,12 +41,15 @@ class RealClaim(NamedTuple):
 class ClaimTruth:
     """What the producer has promised to a claim, and what it was told.
 
-    granted_until: on its own clock. released: ranks whose release came; is_final: all of them while the hold was
+    granted_until: on its own clock; proof_until: of those that a rank may trust. is_disowned: its reader was refused
+    for what it wants. released: ranks whose release came; is_final: all of them while the hold was
     known. What came earlier is parked, and may be answered behind a renewal that is parked as well.
     """
 
     num_ranks: int
     granted_until: float = float("-inf")
+    proof_until: float = float("-inf")
+    is_disowned: bool = False
     released: set[int] = field(default_factory=set)
     is_final: bool = False
 
@@ -156,15 +159,25 @@ class Producer(Process):
 
     def _check_answer(self, message: Message) -> None:
         if isinstance(message, Grant):
-            self._promise(message.claim_id, message.lease_s)
+            self._promise(message.claim_id, message.lease_s).proof_until = self.clock() + message.lease_s
         elif isinstance(message, Renewed):
             for entry in message.entries:
                 if entry.held:
                     self._promise(entry.claim_id, entry.lease_s)
-        elif hasattr(message, "reason"):
+        elif isinstance(message, Refused):
             self.refusals[message.reason] += 1
+            if message.reason in ("digest", "blocks"):
+                self._disown(message.claim_id)
 
-    def _promise(self, claim_id: str, lease_s: float) -> None:
+    def _disown(self, claim_id: str) -> None:
+        real = self.claims.get(claim_id)
+        hold = self._hold_of(real.ref) if real is not None else None
+        if real is not None and hold is not None:
+            claim = hold.claims.setdefault(claim_id, ClaimTruth(real.num_ranks))
+            claim.granted_until = claim.proof_until
+            claim.is_disowned = True
+
+    def _promise(self, claim_id: str, lease_s: float) -> ClaimTruth:
         real = self.claims[claim_id]
         hold = self._hold_of(real.ref)
         check(hold is not None, "rule 3", f"claim {claim_id} is granted, nothing is held for it")
@@ -172,7 +185,9 @@ class Producer(Process):
         check(lease_s > 0, "rule 2", f"claim {claim_id} is granted {lease_s} s")
         claim = hold.claims.setdefault(claim_id, ClaimTruth(real.num_ranks))
         check(not claim.is_final, "rule 3", f"claim {claim_id} is granted after its release")
+        check(not claim.is_disowned, "rule 5", f"claim {claim_id} is granted after it was refused")
         claim.granted_until = max(claim.granted_until, self.clock() + lease_s)
+        return claim
 
     def _free(self, freed: FreeHold) -> None:
         key = (freed.ref.transfer_id, freed.ref.generation)
@@ -195,7 +210,11 @@ class Producer(Process):
                 "rule 1",
                 f"{key} is freed ({freed.outcome}) while claim {name} has {claim.granted_until - now:.3f} s left",
             )
+        if freed.outcome in ("released", "lapsed"):
+            owners = [name for name, claim in hold.claims.items() if not claim.is_disowned]
+            check(bool(owners), "rule 5", f"{key} is {freed.outcome} by {sorted(hold.claims)}, who were refused")
         if freed.outcome != "lapsed":
+            promised = {name: claim for name, claim in promised.items() if not claim.is_disowned}
             check(not promised, "rule 3", f"{key} is called {freed.outcome}, {sorted(promised)} are not released")
         assert hold.told_at is not None
         limit_s = self.leases.longest_hold_s if hold.claims else self.leases.first_hold_s
