@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from agent_engines import Engine, eventually, request_for
 
+from kvferry.agent import engine as engine_module
 from kvferry.protocol.lease import Leases
 from kvferry.transport.base import PeerLost, QueueFull, State, Status, Transport
 
@@ -179,3 +180,16 @@ def test_secrets_rotate_under_a_transport_whose_target_must_be_nudged(make_engin
     (result,) = consumer.load(load_of(producer))
     assert (result.ok, result.reason) == (True, "")
     assert producer.workers[0].agent.endpoint.counters["handshake_failed"] == 0
+
+
+def test_news_that_nobody_takes_are_bounded_and_repeated(make_engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "MAX_INBOX", 1)
+    engine = make_engine()
+    sender = engine.workers[0].agent
+    for load_id in ("a", "b"):
+        sender.submit(lambda load_id=load_id: sender._tell_quiet(load_id))
+    eventually(lambda: engine.agent.counters["inbox_full"] > 0, "the second is turned away")
+    assert [item.load_id for item in engine.agent.drain()] == ["a"]
+    eventually(lambda: engine.inbox(), "it is said again")
+    assert [item.load_id for item in engine.inbox()] == ["b"]
+    eventually(lambda: not sender._unacknowledged, "and answered")

@@ -162,10 +162,10 @@ def scattered(name: str, num_tokens: int, gap: int = 8) -> Layer:
 def test_the_runs_of_all_geometries_together_are_bounded() -> None:
     most = 1 << 17
     check(cache(scattered("one", most), length=1 << 50))
-    with pytest.raises(LayoutError, match="layer one: separate runs in a block.*131073, the most allowed are 131072"):
+    with pytest.raises(LayoutError, match=r"layer one: separate runs in a block.*131073, the most allowed are 131072"):
         check(cache(scattered("one", most + 1), length=1 << 50))
     pair = scattered("one", most // 2), scattered("two", most // 2 + 1)
-    with pytest.raises(LayoutError, match="layer two: separate runs in a block.*131073"):
+    with pytest.raises(LayoutError, match=r"layer two: separate runs in a block.*131073"):
         check(cache(*pair, length=1 << 50))
 
 
@@ -197,7 +197,7 @@ UNIT = Axis("token", 1, 1, 0)
         (cache(*(layer((KEY,), heads=MLA, name=f"{i}") for i in range(4097))), "layers: 4097, the most allowed"),
         (cache(layer(tuple(change(KEY, name=f"{i}") for i in range(17)), heads=MLA)), "fields: 17, the most allowed"),
         (cache(with_axes(TOKENS, CONTENT, *(UNIT,) * 15)), "field latent: axes: 17, the most allowed are 16"),
-        (cache(*(scattered(f"{i}", 2, 8 + i) for i in range(257)), length=1 << 50), "different geometries.*257"),
+        (cache(*(scattered(f"{i}", 2, 8 + i) for i in range(129)), length=1 << 50), "different geometries.*129"),
         (CacheLayout((Region(1 << 63, 1),), ()), "region 0: address"),
         (CacheLayout((Region(-1, 1),), ()), "region 0: address -1"),
         (CacheLayout((Region(0, 1 << 62),), ()), "region 0: length_bytes"),

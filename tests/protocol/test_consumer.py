@@ -40,6 +40,13 @@ def test_a_claim_is_opened_when_its_request_arrives(engine):
     assert (entry.ref, entry.claim_id, entry.num_ranks) == (ref(), "c", 2)
 
 
+def test_many_claims_are_renewed_in_several_messages(engine):
+    names = [f"{number}" for number in range(1025)]
+    for name in names:
+        arrive(engine, name)
+    assert renewals(engine.handle(Tick(), 5.0)) == [(ADDRESS, names[:1024]), (ADDRESS, names[1024:])]
+
+
 def test_one_renewal_per_peer(engine):
     arrive(engine, "a", 0.0)
     arrive(engine, "b", 1.0)

@@ -1,3 +1,5 @@
+import math
+
 import msgspec
 import pytest
 
@@ -55,3 +57,63 @@ def test_a_newer_peers_keys_are_ignored():
 def test_garbage_is_a_bad_message(frame):
     with pytest.raises(m.BadMessage, match=f"frame of {len(frame)} bytes"):
         m.decode(frame)
+
+
+LARGEST = [
+    m.Released("c" * 128, 2**63 - 1),
+    m.Refused("c", 1, 7, "digest", "d" * 500),
+    m.Claim(REF, "c", "D", "d1", 1, 2, 7, 100, b"d" * 64, b"b" * 64, b"t" * 64),
+    m.Renew("D", "d1", 8, (m.RenewEntry(REF, "c", 2),) * 4096),
+    m.Renewed(8, (m.RenewedEntry("c", False, "", 0.0),) * 4096),
+    m.Release(REF, "c", "D", "d1", 9, (0,) * 4096, 2, "failed", "r" * 500),
+    m.Grant("c", 1, 7, 3, 86400.0),
+]
+TOO_LARGE = [
+    m.Released("c" * 129, 9),
+    m.Released("c", 2**63),
+    m.Released("c", -1),
+    m.Refused("c", 1, 7, "digest", "d" * 501),
+    m.Claim(REF, "c", "D", "d1", 1, 2, 7, 100, b"d" * 65, b"", b""),
+    m.Renew("D", "d1", 8, (m.RenewEntry(REF, "c", 2),) * 4097),
+    m.Renewed(8, (m.RenewedEntry("c", False, "", 0.0),) * 4097),
+    m.Renewed(8, (m.RenewedEntry("c", True, "", math.nan),)),
+    m.Release(REF, "c", "D", "d1", 9, (0,) * 4097, 2, "done", ""),
+    m.Release(REF, "c", "D", "d1", 9, (-1,), 2, "done", ""),
+    *(m.Grant("c", 1, 7, 3, lease_s) for lease_s in (math.nan, math.inf, -math.inf, -1.0, 86401.0)),
+]
+
+
+@pytest.mark.parametrize("message", LARGEST, ids=lambda message: type(message).__name__)
+def test_the_largest_of_everything_is_taken(message):
+    assert m.decode(m.encode(message)) == message
+
+
+@pytest.mark.parametrize("message", TOO_LARGE, ids=lambda message: repr(message)[:40])
+def test_what_is_out_of_bounds_is_a_bad_message(message):
+    with pytest.raises(m.BadMessage):
+        m.decode(m.encode(message))
+
+
+@pytest.mark.parametrize("message", EVERY, ids=lambda message: type(message).__name__)
+def test_every_text_and_digest_has_a_bound(message):
+    for name, value in msgspec.structs.asdict(message).items():
+        if isinstance(value, str | bytes) and name not in ("payload", "outcome"):
+            vast = msgspec.structs.replace(message, **{name: (value[:1] or "x") * 1001})
+            with pytest.raises(m.BadMessage):
+                m.decode(m.encode(vast))
+
+
+@pytest.mark.parametrize(
+    ("text", "short"),
+    [
+        ("plain, and \u00e9", "plain, and \u00e9"),
+        ("a\nb\x1b[31m\u202e", "a\\nb\\x1b[31m\\u202e"),
+        ("x" * 500, "x" * 500),
+        ("x" * 501, "x" * 497 + "..."),
+        ("\n" * 400, "\\n" * 248 + "\\..."),
+        ("\udc80", "\\udc80"),
+    ],
+)
+def test_shortened_text_is_bounded_and_prints(text, short):
+    assert m.shorten(text) == short
+    assert m.shorten(short) == short

@@ -24,6 +24,9 @@ from kvferry.records import EngineRecord
 
 logger = logging.getLogger(__name__)
 
+MAX_INBOX = 10_000
+"""News that wait for the scheduler before more is turned away that its sender will repeat."""
+
 
 class HoldEnded(msgspec.Struct, frozen=True):
     """The blocks of this holding may be given back. outcome: released, expired, lapsed or voided."""
@@ -183,6 +186,9 @@ class EngineAgent(AgentLoop):
     def _quiesced(self, source: Route | str, message: messages.Quiesced) -> None:
         if message.incarnation != self.incarnation:
             self.counters["foreign_quiesced"] += 1
+            return
+        if len(self._inbox) >= MAX_INBOX:
+            self.counters["inbox_full"] += 1  # without an answer the worker says it again
             return
         self._inbox.append(LoadQuiet(message.load_id, message.rank))
         self.send(source, messages.QuiescedAck(load_id=message.load_id, rank=message.rank, seq=message.seq))

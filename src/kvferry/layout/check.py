@@ -20,7 +20,7 @@ MAX_FIELDS = 16
 """Fields of one layer."""
 MAX_AXES = 16
 """Axes of one field."""
-MAX_GEOMETRIES = 256
+MAX_GEOMETRIES = 128
 """Different ones (fields, blocks and heads) among the layers of a layout."""
 MAX_RUNS = 1 << 17
 """Separate runs of bytes in one block, over all different geometries of a layout."""

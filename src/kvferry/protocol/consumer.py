@@ -17,7 +17,7 @@ from kvferry.protocol.events import (
     Tick,
 )
 from kvferry.protocol.lease import Alarm, Leases
-from kvferry.protocol.messages import CLAIM_OVER, Message, Release, Released, Renew, Renewed, RenewEntry
+from kvferry.protocol.messages import CLAIM_OVER, Message, Release, Released, Renew, Renewed, RenewEntry, shorten
 from kvferry.protocol.transitions import IllegalTransition, Table
 
 __all__ = [
@@ -39,6 +39,10 @@ __all__ = [
 
 Event: TypeAlias = Arrived | Over | Received | PeerLost | Tick
 Action: TypeAlias = Send | ClaimLost | Note
+
+
+RENEW_ENTRIES = 1024
+"""In one message."""
 
 
 class UseState(Enum):
@@ -137,7 +141,7 @@ class ConsumerEngine:
         peer = self._peers.setdefault(arrived.address, _Peer(now + self._leases.renew_s))
         peer.claim_ids[arrived.claim_id] = None
         self._alarm.by(peer.renew_at)
-        return [self._renewal(arrived.address, [arrived.claim_id])]
+        return self._renewals(arrived.address, [arrived.claim_id])
 
     def _on_over(self, over: Over, now: float) -> list[Action]:
         use = self._uses.get(over.claim_id)
@@ -181,7 +185,7 @@ class ConsumerEngine:
             return []
         use.state = USES.next(use.state, UseTrigger.LOSE)
         self._stop_renewing(use)
-        return [ClaimLost(claim_id, reason)]
+        return [ClaimLost(claim_id, shorten(reason))]
 
     # Time
 
@@ -192,7 +196,7 @@ class ConsumerEngine:
         for address, peer in self._peers.items():
             if peer.renew_at <= now:
                 peer.renew_at = now + self._leases.renew_s
-                actions.append(self._renewal(address, list(peer.claim_ids)))
+                actions += self._renewals(address, list(peer.claim_ids))
         for use in list(self._uses.values()):
             if use.over is not None and use.resend_at <= now:
                 actions += self._release_again(use, use.over, now)
@@ -215,6 +219,10 @@ class ConsumerEngine:
 
     # What is sent, and what is forgotten
 
+    def _renewals(self, address: str, claim_ids: list[str]) -> list[Action]:
+        starts = range(0, len(claim_ids), RENEW_ENTRIES)
+        return [self._renewal(address, claim_ids[start : start + RENEW_ENTRIES]) for start in starts]
+
     def _renewal(self, address: str, claim_ids: list[str]) -> Send:
         arrived = [self._uses[claim_id].arrived for claim_id in claim_ids]
         entries = tuple(RenewEntry(each.ref, each.claim_id, each.num_ranks) for each in arrived)
@@ -233,7 +241,7 @@ class ConsumerEngine:
             ranks=None,
             num_ranks=use.arrived.num_ranks,
             outcome=over.outcome,
-            reason=over.reason,
+            reason=shorten(over.reason),
         )
         return [Send(use.arrived.address, release)]
 

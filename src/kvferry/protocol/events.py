@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from kvferry.protocol.messages import Message, Outcome, TransferRef
+from kvferry.protocol.messages import Message, Outcome, TransferRef, shorten
 
 Route: TypeAlias = Any
 """Where a message came from, and where its answer goes: hashable, else opaque to the protocol, which hands it back."""
@@ -192,10 +192,13 @@ class Send:
 
 @dataclass(frozen=True)
 class Note:
-    """Something to count and log, under a name from a small fixed set."""
+    """Something to count and log, under a name from a small fixed set. detail: is shortened."""
 
     name: str
     detail: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "detail", shorten(self.detail))
 
 
 # Actions of the producer's engine

@@ -13,7 +13,6 @@ from kvferry.protocol.lease import Leases
 from kvferry.protocol.messages import RefusedReason
 from kvferry.protocol.transitions import Table
 
-
 MAX_DISOWNED = 256
 """Of one hold; the oldest are forgotten."""
 

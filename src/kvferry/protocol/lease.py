@@ -6,6 +6,8 @@ import math
 
 import msgspec
 
+from kvferry.protocol.messages import MAX_LEASE_S
+
 
 class Leases(msgspec.Struct, frozen=True, kw_only=True):
     """The protocol's times, in seconds, and its bounds. Raises ValueError for values that make no sense.
@@ -40,6 +42,8 @@ class Leases(msgspec.Struct, frozen=True, kw_only=True):
                 _check_count(name, getattr(self, name))
         if not _is_number(self.margin) or not 0 <= self.margin <= 0.5:
             raise ValueError(f"margin is {self.margin!r}, must be between 0 and 0.5")
+        if self.lease_s > MAX_LEASE_S:
+            raise ValueError(f"lease_s is {self.lease_s!r}, must be at most {MAX_LEASE_S!r}")
         self._check_order("first_hold_s", "longest_hold_s")
         self._check_order("lease_s", "longest_hold_s")
         self._check_order("claim_reply_s", "load_s")

@@ -26,7 +26,7 @@ from kvferry.protocol.events import (
 )
 from kvferry.protocol.lease import Alarm, Leases
 from kvferry.protocol.load import LOADS, Asked, Granted, Job, LoadState, LoadTrigger
-from kvferry.protocol.messages import Claim, Grant, Message, Outcome, Refused, Release, Released
+from kvferry.protocol.messages import Claim, Grant, Message, Outcome, Refused, Release, Released, shorten
 from kvferry.protocol.transitions import IllegalTransition
 
 __all__ = [
@@ -336,7 +336,7 @@ class Loader:
         return self._fail(job, LoadTrigger.GIVE_UP, reason, "failed")
 
     def _fail(self, job: Job, trigger: LoadTrigger, reason: str, outcome: Outcome) -> list[Action]:
-        load_id = job.load.load_id
+        load_id, reason = job.load.load_id, shorten(reason)
         job.state = LOADS.next(job.state, trigger)
         quiet = job.state is LoadState.OVER
         actions: list[Action] = [] if quiet else [AbandonReads(load_id)]

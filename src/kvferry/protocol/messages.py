@@ -14,13 +14,29 @@ Who talks to whom:
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 8 << 20
 """Larger frames are dropped by the socket itself (an engine record of 1,000 layers stays below 1 MiB)."""
+
+MAX_ID_CHARS = 128
+MAX_TEXT_CHARS = 500
+MAX_DIGEST_BYTES = 64
+MAX_ENTRIES = 4096
+"""Of a renewal or its answer; also ranks of a release."""
+MAX_LEASE_S = 86_400.0
+
+Id: TypeAlias = Annotated[str, Meta(max_length=MAX_ID_CHARS)]
+Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
+"""What `shorten` returns: for people."""
+Digest: TypeAlias = Annotated[bytes, Meta(max_length=MAX_DIGEST_BYTES)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=MAX_LEASE_S)]
+"""Finite, since it is bounded."""
 
 
 class BadMessage(ValueError):
@@ -38,28 +54,28 @@ class TransferRef(msgspec.Struct, frozen=True):
     digits; generation: which holding is meant, so that an id used again is not the old transfer.
     """
 
-    producer: str
-    incarnation: str
-    transfer_id: str
-    generation: int
+    producer: Id
+    incarnation: Id
+    transfer_id: Id
+    generation: Count
 
 
 class Hello(_Message, frozen=True, tag="hello"):
     """A worker asks an engine for its record (topology and every worker's layout and transports)."""
 
-    version: int
-    engine_id: str
-    incarnation: str
-    seq: int
+    version: Count
+    engine_id: Id
+    incarnation: Id
+    seq: Count
 
 
 class Record(_Message, frozen=True, tag="record"):
     """The engine's record: `payload` is an encoded `agent` EngineRecord, opaque to the protocol."""
 
-    seq: int
-    version: int
-    engine_id: str
-    incarnation: str
+    seq: Count
+    version: Count
+    engine_id: Id
+    incarnation: Id
     payload: bytes
 
 
@@ -72,26 +88,26 @@ class Claim(_Message, frozen=True, tag="claim"):
     """
 
     ref: TransferRef
-    claim_id: str
-    engine_id: str
-    incarnation: str
-    rank: int
-    num_ranks: int
-    seq: int
-    num_tokens: int
-    digest: bytes
-    blocks_digest: bytes
-    topology_digest: bytes
+    claim_id: Id
+    engine_id: Id
+    incarnation: Id
+    rank: Count
+    num_ranks: Count
+    seq: Count
+    num_tokens: Count
+    digest: Digest
+    blocks_digest: Digest
+    topology_digest: Digest
 
 
 class Grant(_Message, frozen=True, tag="grant"):
     """The transfer named by the claim was held when this was answered, and will be for lease_s after it."""
 
-    claim_id: str
-    rank: int
-    seq: int
-    generation: int
-    lease_s: float
+    claim_id: Id
+    rank: Count
+    seq: Count
+    generation: Count
+    lease_s: Seconds
 
 
 RefusedReason = Literal[
@@ -112,26 +128,26 @@ RefusedReason = Literal[
 class Refused(_Message, frozen=True, tag="refused"):
     """A Hello or Claim is refused: for good, unless "busy". claim_id is empty when a Hello is refused."""
 
-    claim_id: str
-    rank: int
-    seq: int
+    claim_id: Id
+    rank: Count
+    seq: Count
     reason: RefusedReason
-    detail: str
+    detail: Text
 
 
 class RenewEntry(msgspec.Struct, frozen=True):
     ref: TransferRef
-    claim_id: str
-    num_ranks: int
+    claim_id: Id
+    num_ranks: Count
 
 
 class Renew(_Message, frozen=True, tag="renew"):
     """A consumer engine keeps its claims alive, from the moment their requests arrive; one message per peer."""
 
-    engine_id: str
-    incarnation: str
-    seq: int
-    entries: tuple[RenewEntry, ...]
+    engine_id: Id
+    incarnation: Id
+    seq: Count
+    entries: Annotated[tuple[RenewEntry, ...], Meta(max_length=MAX_ENTRIES)]
 
 
 CLAIM_OVER = "over"
@@ -141,15 +157,15 @@ CLAIM_OVER = "over"
 class RenewedEntry(msgspec.Struct, frozen=True):
     """reason: "" if held, CLAIM_OVER, or a RefusedReason with what is behind it."""
 
-    claim_id: str
+    claim_id: Id
     held: bool
-    reason: str
-    lease_s: float
+    reason: Text
+    lease_s: Seconds
 
 
 class Renewed(_Message, frozen=True, tag="renewed"):
-    seq: int
-    entries: tuple[RenewedEntry, ...]
+    seq: Count
+    entries: Annotated[tuple[RenewedEntry, ...], Meta(max_length=MAX_ENTRIES)]
 
 
 Outcome = Literal["done", "unused", "failed"]
@@ -162,40 +178,40 @@ class Release(_Message, frozen=True, tag="release"):
     """
 
     ref: TransferRef
-    claim_id: str
-    engine_id: str
-    incarnation: str
-    seq: int
-    ranks: tuple[int, ...] | None
-    num_ranks: int
+    claim_id: Id
+    engine_id: Id
+    incarnation: Id
+    seq: Count
+    ranks: Annotated[tuple[Count, ...], Meta(max_length=MAX_ENTRIES)] | None
+    num_ranks: Count
     outcome: Outcome
-    reason: str
+    reason: Text
 
 
 class Released(_Message, frozen=True, tag="released"):
-    claim_id: str
-    seq: int
+    claim_id: Id
+    seq: Count
 
 
 class Nudge(_Message, frozen=True, tag="nudge"):
     """A read of your memory waits for you to drive your transport."""
 
-    incarnation: str
+    incarnation: Id
 
 
 class Quiesced(_Message, frozen=True, tag="quiesced"):
     """No operation can still write the destination blocks of this rank's load."""
 
-    incarnation: str
-    load_id: str
-    rank: int
-    seq: int
+    incarnation: Id
+    load_id: Id
+    rank: Count
+    seq: Count
 
 
 class QuiescedAck(_Message, frozen=True, tag="quiesced_ack"):
-    load_id: str
-    rank: int
-    seq: int
+    load_id: Id
+    rank: Count
+    seq: Count
 
 
 Message: TypeAlias = (
@@ -206,13 +222,21 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
 
 
+def shorten(text: str) -> str:
+    """The text as messages and logs may carry it: bounded, and with what does not print escaped. Idempotent."""
+    if len(text) <= MAX_TEXT_CHARS and text.isprintable():
+        return text
+    plain = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[: MAX_TEXT_CHARS + 1])
+    return plain if len(plain) <= MAX_TEXT_CHARS else plain[: MAX_TEXT_CHARS - 3] + "..."
+
+
 def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
 def decode(frame: bytes) -> Message:
-    """Raises BadMessage for whatever is not a message: empty, not msgpack, unknown type, a field of a wrong type."""
+    """Raises BadMessage for whatever is not a message: empty, not msgpack, unknown type, a field out of bounds."""
     try:
         return _decoder.decode(frame)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise BadMessage(f"frame of {len(frame)} bytes: {error}") from None
+        raise BadMessage(shorten(f"frame of {len(frame)} bytes: {error}")) from None

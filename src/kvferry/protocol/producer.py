@@ -36,6 +36,7 @@ from kvferry.protocol.messages import (
     RenewedEntry,
     RenewEntry,
     TransferRef,
+    shorten,
 )
 from kvferry.protocol.parking import HoldKey, Parkable, Parking
 from kvferry.protocol.transitions import IllegalTransition
@@ -382,7 +383,9 @@ class ProducerEngine:
         return [hold for holds in self._holds.values() for hold in holds.values()]
 
     def _refuse(self, route: Route, claim: Claim, no: No) -> list[Action]:
-        refused = Refused(claim_id=claim.claim_id, rank=claim.rank, seq=claim.seq, reason=no.reason, detail=no.detail)
+        refused = Refused(
+            claim_id=claim.claim_id, rank=claim.rank, seq=claim.seq, reason=no.reason, detail=shorten(no.detail)
+        )
         return [Note("claim_refused", str(no)), Send(route, refused)]
 
 
@@ -404,7 +407,7 @@ def _late_release(release: Release, no: No) -> list[Action]:
 
 
 def _not_held(entry: RenewEntry, no: No) -> RenewedEntry:
-    reason = CLAIM_OVER if no.is_over else str(no)
+    reason = CLAIM_OVER if no.is_over else shorten(str(no))
     return RenewedEntry(claim_id=entry.claim_id, held=False, reason=reason, lease_s=0.0)
 
 

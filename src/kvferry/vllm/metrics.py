@@ -147,15 +147,21 @@ class FerryStats:
 
 
 KINDS = (
-    ("refused by", "refused"),
-    ("Refusal", "mismatch"),
     ("handshake", "handshake"),
+    ("Refusal", "mismatch"),
     ("connection", "connection"),
     ("PeerLost", "connection"),
-    ("lease", "lease"),
+    ("digest", "digest"),
+    ("blocks", "blocks"),
+    ("generation", "stale"),
+    ("incarnation", "stale"),
+    ("released", "stale"),
+    ("lapsed", "lapsed"),
+    ("unknown", "unknown"),
     ("deadline", "deadline"),
     ("ended", "cancelled"),
 )
+"""Words of a reason, first match first, and the label that they make."""
 
 
 def reason_kind(reason: str) -> str:

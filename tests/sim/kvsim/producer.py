@@ -166,7 +166,7 @@ class Producer(Process):
                     self._promise(entry.claim_id, entry.lease_s)
         elif isinstance(message, Refused):
             self.refusals[message.reason] += 1
-            if message.reason in ("digest", "blocks"):
+            if message.reason in ("digest", "blocks", "topology") and "ranks" not in message.detail:
                 self._disown(message.claim_id)
 
     def _disown(self, claim_id: str) -> None:
@@ -237,14 +237,14 @@ class Producer(Process):
 def noise(rng: Random, params: Params, claim_id: str) -> Message:
     """A message that no honest consumer sends: wrong ranks, another prompt, or nothing for a producer to answer."""
     ref, digest = params.ref, digest_of("another prompt", 1)
-    rank, num_ranks = rng.choice([(7, 3), (-1, 8), (0, 99), (0, 0)])
+    rank, num_ranks = rng.choice([(7, 3), (8, 8), (0, 99), (0, 0)])
     return rng.choice(
         [
-            Release(ref, claim_id, "x", "x", 1, rng.choice([(0, 1), (-1,), (99,), ()]), num_ranks, "done", ""),
+            Release(ref, claim_id, "x", "x", 1, rng.choice([(0, 1), (98,), (99,), ()]), num_ranks, "done", ""),
             Claim(ref, claim_id, "x", "x", 0, 1, 1, 4, digest, digest, digest),
             Claim(ref, claim_id, "x", "x", rank, num_ranks, 1, 4, digest, digest, digest),
             Renew("x", "x", 1, (RenewEntry(ref, claim_id, num_ranks),)),
-            Grant(claim_id, 0, 1, 1, 1e9),
+            Grant(claim_id, 0, 1, 1, 86_400.0),
             Renewed(1, ()),
         ]
     )

@@ -182,7 +182,7 @@ class Server(Protocol):
     def receive(self, link: Link, message: Message) -> None: ...
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class Link:
     """A connection from one life of a client to whoever serves an address. The route of what comes through it."""
 
