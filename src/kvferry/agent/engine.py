@@ -65,7 +65,6 @@ class EngineAgent(AgentLoop):
         self._record_payload: bytes | None = None
         self._topology_digest = b""
         self._inbox: deque[InboxItem] = deque()
-        self._key_ids: dict[str, str] = {}
 
     # For the scheduler's thread.
 
@@ -87,20 +86,14 @@ class EngineAgent(AgentLoop):
         """A request with this transfer came: claim it and keep it alive until `over`."""
 
         def apply() -> None:
-            self._key_ids[address] = key_id
+            self.learn_key(address, key_id)
             self._consume(consumer.Arrived(claim_id, ref, address, num_ranks))
 
         self.submit(apply)
 
     def over(self, claim_id: str, outcome: Outcome, reason: str = "") -> None:
         """The whole engine is through with this claim."""
-
-        def apply() -> None:
-            self._consume(consumer.Over(claim_id, outcome, reason))
-            if not self._consumer.num_claims:
-                self._key_ids.clear()
-
-        self.submit(apply)
+        self.submit(lambda: self._consume(consumer.Over(claim_id, outcome, reason)))
 
     def void(self, reason: str, timeout_s: float = 2.0) -> None:
         """Ends every hold that nobody has claimed; their HoldEnded are in the inbox on return.
@@ -143,7 +136,6 @@ class EngineAgent(AgentLoop):
             self.counters[f"unexpected_{type(message).__name__.lower()}"] += 1
 
     def on_lost(self, address: str, reason: str) -> None:
-        self._key_ids.pop(address, None)
         self._consume(consumer.PeerLost(address, reason))
 
     def on_time(self) -> None:
@@ -163,7 +155,10 @@ class EngineAgent(AgentLoop):
         def refuse(reason: messages.RefusedReason, detail: str) -> None:
             self.counters["refused_handshakes"] += 1
             logger.warning("kvferry: handshake of engine %s refused: %s: %s", hello.incarnation, reason, detail)
-            self.send(source, messages.Refused(claim_id="", rank=0, seq=hello.seq, reason=reason, detail=detail))
+            self.send(
+                source,
+                messages.Refused(claim_id="", rank=0, seq=hello.seq, reason=reason, detail=messages.shorten(detail)),
+            )
 
         if hello.version != messages.PROTOCOL_VERSION:
             refuse("version", f"consumer speaks {hello.version}, producer {messages.PROTOCOL_VERSION}")
@@ -212,8 +207,7 @@ class EngineAgent(AgentLoop):
 
     def _act_as_consumer(self, action: consumer.Action) -> None:
         if isinstance(action, Send):
-            key_id = self._key_ids.get(action.to) if isinstance(action.to, str) else None
-            self.send(action.to, action.message, key_id)
+            self.send(action.to, action.message)
         elif isinstance(action, consumer.ClaimLost):
             self._inbox.append(TransferLost(action.claim_id, action.reason))
         elif isinstance(action, Note):

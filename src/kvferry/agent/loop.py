@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 LONGEST_WAIT_S = 60.0
 """A deadline that is further away is looked at again; sockets can't wait for months."""
+MAX_KEYS = 4096
+"""Addresses whose key's name is remembered."""
 AFTER_ERROR_S = 0.05
 """Keeps a loop whose every turn fails from taking a core."""
 
@@ -41,6 +43,7 @@ class AgentLoop(ABC):
         self.counters = Counters()
         self._name = name
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
+        self._key_ids: collections.OrderedDict[str, str] = collections.OrderedDict()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._ready = threading.Event()
@@ -94,13 +97,21 @@ class AgentLoop(ABC):
     def on_stop(self) -> None:
         """Once, at the end of the thread."""
 
-    def send(self, to: Route | str, message: Message, key_id: str | None = None) -> None:
-        """Sends or counts why not: a message that can't leave is a lost message, which the protocol repairs.
+    def learn_key(self, address: str, key_id: str) -> None:
+        """Names the key of an address, for when it is dialled. Bounded: addresses come from clients."""
+        self._key_ids[address] = key_id
+        self._key_ids.move_to_end(address)
+        if len(self._key_ids) > MAX_KEYS:
+            self._key_ids.popitem(last=False)
 
-        key_id: names the key of an address that is not dialled yet.
-        """
+    def key_of(self, address: str) -> str | None:
+        return self._key_ids.get(address) or None
+
+    def send(self, to: Route | str, message: Message) -> None:
+        """Sends or counts why not: a message that can't leave is a lost message, which the protocol repairs."""
+        key_id = self.key_of(to) if isinstance(to, str) else None
         try:
-            self.endpoint.send(to, messages.encode(message), key_id or None)
+            self.endpoint.send(to, messages.encode(message), key_id)
         except Exception as error:
             # A full queue, an address that may not be dialled, a value that has no encoding: none may stop the rest.
             self.counters[f"unsent_{type(message).__name__.lower()}"] += 1

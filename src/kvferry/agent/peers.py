@@ -106,11 +106,7 @@ def bind(producer: Producer, load: LoadRequest) -> tuple[list[Source], int, int]
         plan = source.plan.bind(consumer_tables, producer_tables, load.first_token, load.end_token)
         if plan.num_descriptors:
             batches = tuple(_as_read(batch) for batch in plan.batches)
-            bound.append(
-                Source(
-                    source.transport, source.peer, source.worker.control_address, source.worker.control_key_id, batches
-                )
-            )
+            bound.append(Source(source.transport, source.peer, source.worker.control_address, batches))
         num_bytes += plan.num_bytes
         num_descriptors += plan.num_descriptors
     return bound, num_bytes, num_descriptors

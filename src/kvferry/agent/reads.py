@@ -26,7 +26,6 @@ class Source(NamedTuple):
     transport: Transport
     peer: Peer
     nudge_address: str
-    nudge_key_id: str
     batches: tuple[Batch, ...]
 
 
@@ -86,13 +85,13 @@ class Reads:
         self._ended_at = self._ended_at or now
         return POLL_S if now < self._ended_at + SLOW_AFTER_S else SLOW_POLL_S
 
-    def nudges_due(self, now: float) -> list[Source]:
-        """Sources whose workers must poll for this load to go on."""
+    def nudges_due(self, now: float) -> list[str]:
+        """Control addresses of producer workers that must poll for this load to go on."""
         if now < self._nudge_at or self.poll_interval_s(now) == SLOW_POLL_S:
             return []
         self._nudge_at = now + NUDGE_AGAIN_S
         waiting = self._in_flight + self._draining
-        return [source for source, _ in waiting if source.transport.traits.target_must_poll]
+        return [source.nudge_address for source, _ in waiting if source.transport.traits.target_must_poll]
 
     def _post(self) -> None:
         while self._unposted:

@@ -83,7 +83,6 @@ class WorkerAgent(AgentLoop):
         self._loader: machine.Loader | None = None
         self._incarnation = ""
         self._rendezvous = ""
-        self._key_ids: dict[str, str] = {}
         self._handshakes: dict[str, _Handshake] = {}
         self._hello_seq = 0
         self._producers: dict[str, Producer] = {}
@@ -173,7 +172,6 @@ class WorkerAgent(AgentLoop):
 
     def on_lost(self, address: str, reason: str) -> None:
         self._forget(address)
-        self._key_ids.pop(address, None)
         self._handle(machine.PeerFailed(address, f"connection to {address} lost: {reason}", lost=True))
 
     def on_time(self) -> None:
@@ -251,7 +249,7 @@ class WorkerAgent(AgentLoop):
 
     def _start_load(self, request: LoadRequest, submitted_at: float) -> None:
         self._loads[request.load_id] = _Running(request, submitted_at)
-        self._key_ids[request.address] = request.key_id
+        self.learn_key(request.address, request.key_id)
         self._handle(
             machine.Start(
                 machine.Load(
@@ -306,8 +304,8 @@ class WorkerAgent(AgentLoop):
             if phase is not Phase.DONE:
                 self._handle(machine.ReadsQuiet(load_id))
             return
-        for source in reads.nudges_due(boottime()):
-            self.send(source.nudge_address, messages.Nudge(incarnation=self._incarnation), source.nudge_key_id)
+        for address in reads.nudges_due(boottime()):
+            self.send(address, messages.Nudge(incarnation=self._incarnation))
 
     def _peer_lost(self, peer: Peer, reason: str) -> None:
         """The memory that a handshake told of is gone, though its engine may live: ask anew before the next load."""
@@ -327,7 +325,7 @@ class WorkerAgent(AgentLoop):
                 rank=self._rank,
                 ok=report.ok,
                 quiet=report.quiet,
-                reason=report.reason,
+                reason=messages.shorten(report.reason),
                 transport=load.transport,
                 num_bytes=load.num_bytes if report.ok else 0,
                 num_descriptors=load.num_descriptors if report.ok else 0,
@@ -363,7 +361,7 @@ class WorkerAgent(AgentLoop):
         )
         self._handshakes[address] = _Handshake(engine_id, self._hello_seq, boottime() + self._leases.handshake_s)
         try:
-            self.endpoint.dial(address, self._key_ids.get(address) or None)
+            self.endpoint.dial(address, self.key_of(address))
         except AddressError as error:
             self._fail_handshake(address, str(error))
             return
@@ -384,6 +382,8 @@ class WorkerAgent(AgentLoop):
             return
         self._forget(address)
         self._producers[address] = producer
+        for source in producer.sources:
+            self.learn_key(source.worker.control_address, source.worker.control_key_id)
         self.counters["handshakes"] += 1
         self._handle(machine.PeerReady(address, message.incarnation, producer.topology_digest))
 
@@ -394,6 +394,7 @@ class WorkerAgent(AgentLoop):
 
     def _fail_handshake(self, address: str, reason: str) -> None:
         if self._handshakes.pop(address, None) is not None:
+            reason = messages.shorten(reason)
             self.counters["failed_handshakes"] += 1
             logger.warning("kvferry: handshake with %s failed: %s", address, reason)
             self._handle(machine.PeerFailed(address, f"handshake with {address}: {reason}", lost=False))
