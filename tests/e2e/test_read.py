@@ -236,15 +236,16 @@ def test_preemption_and_full_pools_change_no_token(pair: Cluster) -> None:
     prompts = [prompt_of(400, seed=60 + index) for index in range(8)]
     expected = [alone(pair, prompt, max_tokens=150) for prompt in prompts]
 
-    def run(prompt: list[int]) -> tuple[list[int], str]:
+    def run(prompt: list[int]) -> tuple[list[int], dict]:
         body = api.completion_body(prompt, cache_salt=salt(), max_tokens=150)
         params = api.prefill_leg(pair.prefill.url, body)["kv_transfer_params"]
         answer = second_leg(pair, body, params)
-        return api.tokens(answer), api.transfer_report(answer)["path"]
+        return api.tokens(answer), api.transfer_report(answer)
 
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(run, prompts))
     assert [tokens for tokens, _ in answers] == expected
-    assert "remote" in {path for _, path in answers}
+    reports = [report for _, report in answers]
+    assert "remote" in {report["path"] for report in reports}, reports
     assert pair.decode.metrics().value("vllm:num_preemptions_total") > 0
     assert_drained(pair)
