@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
 import secrets
 import time
@@ -80,27 +78,3 @@ def cpu_seconds(server: Server) -> float:
             continue
         ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")
-
-
-class Stream:
-    """A streaming completion that can be dropped at any moment, as a client that goes away drops it."""
-
-    def __init__(self, url: str, body: Json) -> None:
-        self._connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=PATIENCE_S)
-        payload = json.dumps({**body, "stream": True})
-        self._connection.request("POST", "/v1/completions", payload, {"Content-Type": "application/json"})
-        self._response: http.client.HTTPResponse | None = None
-
-    def read_event(self) -> str:
-        """The next line of data; waits for the first token if none was read yet."""
-        if self._response is None:
-            self._response = self._connection.getresponse()
-        while True:
-            line = self._response.readline().decode()
-            if not line or line.startswith("data:"):
-                return line
-
-    def drop(self) -> None:
-        if self._response is not None:
-            self._response.close()
-        self._connection.close()

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from checks import (
     BLOCK,
-    Stream,
     alone,
     assert_drained,
     assert_same,
@@ -175,12 +174,12 @@ class TestOrdinaryTrouble:
         prompt = prompt_of(600, seed=20)
         expected = alone(pair, prompt)
         body, params = first_leg(pair, prompt)
-        Stream(pair.decode.url, {**body, "kv_transfer_params": params}).drop()  # before anything was scheduled
+        api.Stream(pair.decode.url, {**body, "kv_transfer_params": params}).drop()  # before anything was scheduled
 
         body, params = first_leg(pair, prompt)
         pair.prefill.suspend()  # so that no claim is answered: the load can't end
         try:
-            during = Stream(pair.decode.url, {**body, "kv_transfer_params": params})
+            during = api.Stream(pair.decode.url, {**body, "kv_transfer_params": params})
             eventually(lambda: pair.decode.metrics().value("vllm:num_requests_waiting") >= 1, "the load is under way")
             during.drop()
             eventually(lambda: pair.decode.metrics().value("vllm:num_requests_waiting") == 0, "the request is gone")
@@ -188,7 +187,7 @@ class TestOrdinaryTrouble:
             pair.prefill.resume()
 
         body, params = first_leg(pair, prompt)
-        after = Stream(pair.decode.url, {**body, "max_tokens": 400, "kv_transfer_params": params})
+        after = api.Stream(pair.decode.url, {**body, "max_tokens": 400, "kv_transfer_params": params})
         assert after.read_event()
         after.drop()
 
@@ -197,7 +196,7 @@ class TestOrdinaryTrouble:
 
     def test_first_legs_that_are_dropped_hold_nothing(self, pair: Cluster) -> None:
         body = api.completion_body(prompt_of(1500, seed=21), cache_salt=salt(), max_tokens=1)
-        stream = Stream(pair.prefill.url, {**body, "kv_transfer_params": dict(api.PREFILL_PARAMS)})
+        stream = api.Stream(pair.prefill.url, {**body, "kv_transfer_params": dict(api.PREFILL_PARAMS)})
         stream.drop()
         assert_drained(pair)
 

@@ -99,6 +99,42 @@ def two_legs(
     return Legs(first, second)
 
 
+class Stream:
+    """A streaming completion, line by line. It may be dropped at any moment, as a client that goes away drops it."""
+
+    def __init__(self, url: str, body: Mapping[str, Any], timeout_s: float = 300.0) -> None:
+        """Sends the request and does not wait for the answer. Raises HttpError if nobody listens."""
+        self._url = url
+        self._connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=timeout_s)
+        self._response: http.client.HTTPResponse | None = None
+        try:
+            self._connection.request(
+                "POST",
+                "/v1/completions",
+                json.dumps({**body, "stream": True}),
+                {"Content-Type": "application/json"},
+            )
+        except OSError as error:
+            raise HttpError(url, 0, str(error)) from error
+
+    def read_event(self) -> str:
+        """The next line of data, waiting for it; empty at the end. Raises HttpError for an error status."""
+        if self._response is None:
+            self._response = self._connection.getresponse()
+            if self._response.status != 200:
+                raise HttpError(self._url, self._response.status, self._response.read().decode(errors="replace"))
+        while True:
+            line = self._response.readline().decode(errors="replace")
+            if not line or line.startswith("data:"):
+                return line
+
+    def drop(self) -> None:
+        """Closes the connection."""
+        if self._response is not None:
+            self._response.close()
+        self._connection.close()
+
+
 def text(answer: Json) -> str:
     """The text of the first choice of a completion."""
     first: str = answer["choices"][0]["text"]
