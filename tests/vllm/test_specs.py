@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvferry.layout import Heads
 from kvferry.vllm import specs
-from kvferry.vllm.specs import Backend, UnsupportedCache
+from kvferry.vllm.specs import Backend, UnsupportedCache, Window
 
 CPU = Backend("CPU_ATTN", "vec")
 GPU = Backend("FLASH_ATTN")
@@ -160,3 +160,14 @@ def test_heads_that_do_not_add_up_are_refused() -> None:
     (tensor,) = views(1, (8, 2, 32, 64))
     with pytest.raises(UnsupportedCache, match="2 KV heads on this rank"):
         specs.cache_layout(vllm_config(1, 8), config, {"a": tensor}, {"a": CPU}, tp_rank=0)
+
+
+def test_windows_tell_which_blocks_are_behind() -> None:
+    window = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=256)
+    config = cache_config(KVCacheGroupSpec(["a"], full()), KVCacheGroupSpec(["b"], window))
+    assert specs.windows(config) == (None, Window(256, 16))
+    # Of 63 blocks, token 1007 looks at tokens 752 to 1007: the last 16. Token 1006 looks at one block more.
+    assert Window(256, 16).blocks_behind(1007) == 47
+    assert Window(256, 16).blocks_behind(1006) == 46
+    assert Window(256, 16).blocks_behind(255) == 0
+    assert Window(256, 16).blocks_behind(271) == 1

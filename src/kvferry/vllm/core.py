@@ -9,6 +9,7 @@ from kvferry.agent import EngineAgent
 from kvferry.vllm.config import Config
 from kvferry.vllm.ledger import Ledger
 from kvferry.vllm.metrics import FerryStats
+from kvferry.vllm.specs import Window
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
@@ -21,12 +22,16 @@ class NotBound(RuntimeError):
 
 @dataclass
 class Core:
-    """One engine core. model: names the model in digests. group_ids: of the KV cache groups that are transferred."""
+    """One engine core.
+
+    model: names the model in digests. group_ids: of the KV cache groups that are transferred; windows: of each of them.
+    """
 
     config: Config
     model: str
     parallel: ParallelConfig
     group_ids: tuple[int, ...]
+    windows: tuple[Window | None, ...]
     agent: EngineAgent
     stats: FerryStats = field(default_factory=FerryStats)
     _manager: KVCacheManager | None = None

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from kvferry.vllm.specs import Window
+
 logger = logging.getLogger(__name__)
 
 CONSUMED_REMEMBERED = 4096
@@ -175,10 +177,12 @@ class Fetches:
     def _load(self, request: Request, fetch: Fetch, blocks: KVCacheBlocks, num_tokens: int) -> LoadRequest:
         if fetch.problem or fetch.offer is None:
             return _load_that_fails(request, fetch)
-        groups = [blocks.blocks[group] for group in self._core.group_ids]
-        fetch.destination = [
-            [block for block in group if not block.is_null and block.block_hash is None] for group in groups
+        end_token = fetch.local_tokens + num_tokens
+        wanted = [
+            _wanted_blocks(blocks.blocks[group], window, end_token)
+            for group, window in zip(self._core.group_ids, self._core.windows, strict=True)
         ]
+        fetch.destination = [[block for block in group if block is not None] for group in wanted]
         offer = fetch.offer
         return LoadRequest(
             request_id=request.request_id,
@@ -189,8 +193,8 @@ class Fetches:
             key_id=offer.key_id,
             num_tokens=offer.num_tokens,
             first_token=fetch.local_tokens,
-            end_token=fetch.local_tokens + num_tokens,
-            consumer_block_ids=tuple(_to_load(group) for group in groups),
+            end_token=end_token,
+            consumer_block_ids=tuple(_ids(group) for group in wanted),
             producer_block_ids=tuple(_without_nulls(group) for group in offer.block_ids),
             digest=fetch.digest,
             blocks_digest=blocks_digest(offer.block_ids),
@@ -288,9 +292,20 @@ def _wanted_tokens(offer: Offer, request: Request) -> int:
     return min(offer.num_tokens, request.num_tokens - 1)
 
 
-def _to_load(group: Sequence[KVCacheBlock]) -> tuple[int, ...]:
-    """Block ids by token position; -1 for null blocks and for what the local prefix cache has (hashed)."""
-    return tuple(-1 if block.is_null or block.block_hash is not None else block.block_id for block in group)
+def _wanted_blocks(
+    group: Sequence[KVCacheBlock], window: Window | None, num_computed_tokens: int
+) -> list[KVCacheBlock | None]:
+    """The blocks to load, by token position. None for null blocks, for what the local prefix cache has (hashed), and
+    for what a sliding window has left behind when the load ends: the producer has let go of that as well."""
+    behind = window.blocks_behind(num_computed_tokens) if window is not None else 0
+    return [
+        None if position < behind or block.is_null or block.block_hash is not None else block
+        for position, block in enumerate(group)
+    ]
+
+
+def _ids(group: Sequence[KVCacheBlock | None]) -> tuple[int, ...]:
+    return tuple(-1 if block is None else block.block_id for block in group)
 
 
 def _without_nulls(block_ids: Sequence[int]) -> tuple[int, ...]:

@@ -52,6 +52,7 @@ class SchedulerSide:
             model=config.model_id or model_identity(vllm_config),
             parallel=vllm_config.parallel_config,
             group_ids=kv_cache_config.transfer_group_ids,
+            windows=specs.windows(kv_cache_config),
             agent=self._agent,
         )
         self.fetches = Fetches(self._core, transfer.kv_load_failure_policy == "recompute")

@@ -67,6 +67,29 @@ def _group_kind(index: int, group: Any) -> str:
     return "+".join(kinds) + (f"(window {', '.join(windows)})" if windows else "")
 
 
+class Window(NamedTuple):
+    """Of a sliding-window group: how many tokens back it looks, and its block size."""
+
+    tokens: int
+    block_size: int
+
+    def blocks_behind(self, num_computed_tokens: int) -> int:
+        """How many whole blocks the token after `num_computed_tokens` and all later ones never look at."""
+        return max(num_computed_tokens - self.tokens + 1, 0) // self.block_size
+
+
+def windows(kv_cache_config: KVCacheConfig) -> tuple[Window | None, ...]:
+    """The window of each transfer group; None where every block is kept."""
+    found: list[Window | None] = []
+    for group in kv_cache_config.transfer_groups:
+        spec: Any = group.kv_cache_spec
+        per_layer = getattr(spec, "kv_cache_specs", None)
+        one = spec if per_layer is None else next(iter(per_layer.values()))
+        is_sliding = type(one).__name__ == "SlidingWindowSpec"
+        found.append(Window(one.sliding_window, one.block_size) if is_sliding else None)
+    return tuple(found)
+
+
 def cache_layout(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
