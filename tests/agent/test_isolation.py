@@ -8,7 +8,7 @@ from agent_engines import Engine, eventually, request_for
 
 from kvferry.agent import engine as engine_module
 from kvferry.protocol.lease import Leases
-from kvferry.transport.base import PeerLost, QueueFull, State, Status, Transport
+from kvferry.transport.base import BadTransfer, PeerLost, QueueFull, State, Status, Transport, TransportUnavailable
 
 
 class Faulty:
@@ -193,3 +193,22 @@ def test_news_that_nobody_takes_are_bounded_and_repeated(make_engine, monkeypatc
     eventually(lambda: engine.inbox(), "it is said again")
     assert [item.load_id for item in engine.inbox()] == ["b"]
     eventually(lambda: not sender._unacknowledged, "and answered")
+
+
+def test_a_transport_that_cannot_register_the_memory_is_left_out(make_engine) -> None:
+    """As `local` cannot with a GPU's memory: the next one in the settings serves."""
+
+    def first_refuses(transport: Transport) -> Transport:
+        if transport.name == "local":
+            transport.register = refuse
+        return transport
+
+    def refuse(regions) -> None:
+        raise BadTransfer("not this memory")
+
+    producer, consumer = (make_engine(transports=("local", "nixl"), wrap=first_refuses) for _ in range(2))
+    producer.fill([1, 2], 8)
+    (result,) = consumer.load(load_of(producer))
+    assert (result.ok, result.transport) == (True, "nixl")
+    with pytest.raises(TransportUnavailable, match="not this memory"):
+        make_engine(transports=("local",), wrap=first_refuses)

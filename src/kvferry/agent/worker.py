@@ -23,7 +23,7 @@ from kvferry.protocol.events import Note, Received, Send, Tick
 from kvferry.protocol.lease import Leases
 from kvferry.protocol.messages import Message
 from kvferry.records import BadRecord, EngineRecord, TransportRecord, WorkerRecord
-from kvferry.transport.base import Peer, Transport, TransportError
+from kvferry.transport.base import Peer, Transport, TransportError, TransportUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -133,16 +133,20 @@ class WorkerAgent(AgentLoop):
     # The agent's thread.
 
     def on_start(self) -> None:
-        transports: list[Transport] = []
-        try:
-            for transport in self._make_transports():
-                transports.append(transport)
+        """Keeps every transport that can register this memory. Raises TransportUnavailable if none can."""
+        kept: list[Transport] = []
+        refused: list[str] = []
+        for transport in self._make_transports():
+            try:
                 transport.register(self._side.layout.regions)
-        except BaseException:
-            for transport in transports:
+                kept.append(transport)
+            except TransportError as error:
                 transport.close()
-            raise
-        self._side = self._side._replace(transports=tuple(transports))
+                refused.append(f"{transport.name}: {error}")
+                logger.info("kvferry: transport %s is not used: %s", transport.name, error)
+        if not kept:
+            raise TransportUnavailable(f"no transport can move this cache: {'; '.join(refused)}")
+        self._side = self._side._replace(transports=tuple(kept))
 
     def on_stop(self) -> None:
         """Closes everything, and reports what was still running: whoever stopped the agent may collect it."""
