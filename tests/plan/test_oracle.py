@@ -37,6 +37,7 @@ def test_every_byte_arrives_at_its_coordinate(situation: Situation) -> None:
 
 
 @pytest.mark.wide
+@pytest.mark.timeout(3600)
 @settings(max_examples=10_000)
 @given(situations())
 def test_every_byte_arrives_at_its_coordinate_wide(situation: Situation) -> None:
