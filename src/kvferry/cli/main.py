@@ -83,6 +83,7 @@ def demo(
 
     console = _console()
     with _ended_well(console), _reporter(console) as reporter:
+        _check_options(transport, port)
         directory = _model(model, (tp_prefill, tp_decode), reporter)
         with _cluster(directory, tp_prefill, tp_decode, transport, policy, port, reporter) as cluster:
             rows = demonstration.run(cluster, CHUNK_TOKENS, reporter)
@@ -107,6 +108,7 @@ def up(
 
     console = _console()
     with _ended_well(console), _reporter(console) as reporter:
+        _check_options(transport, port)
         directory = _model(model, (tp_prefill, tp_decode), reporter)
         with _cluster(directory, tp_prefill, tp_decode, transport, policy, port, reporter) as cluster:
             serve.until_stopped(cluster, reporter)
@@ -134,6 +136,16 @@ def _model(model: Path | None, tp_sizes: tuple[int, int], reporter: Reporter) ->
     return model.resolve() if model is not None else models.default_model(reporter, tp_sizes)
 
 
+def _check_options(transport: str | None, port: int) -> None:
+    """Before anything that takes long. Raises Problem."""
+    from kvferry.cli.ports import require_free
+    from kvferry.cli.servers import ROUTER, require_known_transport
+
+    require_known_transport(transport)
+    if port:
+        require_free(port, ROUTER)
+
+
 def _cluster(
     model: Path,
     tp_prefill: int,
@@ -143,9 +155,8 @@ def _cluster(
     port: int,
     reporter: Reporter,
 ) -> Cluster:
-    from kvferry.cli.servers import Cluster, pair, require_known_transport
+    from kvferry.cli.servers import Cluster, pair
 
-    require_known_transport(transport)
     specs = pair(model, tp_prefill, tp_decode, transport, policy.value, max_num_batched_tokens=CHUNK_TOKENS)
     return Cluster(specs, router=True, router_port=port, reporter=reporter)
 
