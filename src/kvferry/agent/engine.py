@@ -110,10 +110,6 @@ class EngineAgent(AgentLoop):
         if not done.wait(timeout_s):
             raise TimeoutError(f"the rendezvous did not answer within {timeout_s:g} s")
 
-    def close_down(self, reason: str) -> None:
-        """Refuses new claims and ends unclaimed holds; claimed ones go on."""
-        self.submit(lambda: self._produce(producer.Closing(reason)))
-
     def drain(self) -> list[InboxItem]:
         """What came since the last call, in order."""
         items: list[InboxItem] = []
