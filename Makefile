@@ -14,7 +14,7 @@ VLLM      := $(VENV)/.kvferry-vllm
 NOT_WIDE  := not wide
 CORE_TESTS = --ignore=tests/vllm --ignore=tests/e2e
 
-.PHONY: help demo up test test-core test-all lint sim bench setup setup-dev clean clean-venv
+.PHONY: help demo up test test-core test-all lint sim matrix bench setup setup-dev clean clean-venv
 .DEFAULT_GOAL := help
 
 help: ## This list
@@ -48,6 +48,9 @@ lint: $(DEV) ## ruff, mypy and the import contracts
 
 sim: $(DEV) ## The protocol simulator: 100,000 schedules; ARGS='--seed N' replays one
 	@$(BIN)/python scripts/sim.py $(ARGS)
+
+matrix: $(DEV) ## Every combination of splits and layouts between two processes; writes docs/matrix.md; ARGS='--only TEXT' runs some
+	@$(BIN)/python scripts/matrix.py $(ARGS)
 
 bench: $(VLLM) ## The measurements, one after another; ARGS is passed on to each
 	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file $(ARGS); done

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import msgspec
 
-from kvferry.layout import CacheLayout, Heads, Layer, Refusal
+from kvferry.layout import CacheLayout, Context, Heads, Layer, Refusal
 
 
 class TopologyError(ValueError):
@@ -70,11 +71,13 @@ def expected_ack_count(producer_tp: int, consumer_tp: int) -> int:
 def sources(
     consumer: CacheLayout, consumer_rank: int, num_consumer_ranks: int, producers: Sequence[CacheLayout]
 ) -> tuple[Share, ...]:
-    """What a consumer rank takes from which producer ranks: each head of each of its layers from exactly one of them.
+    """What a consumer rank takes from which producer ranks: each head and token of each of its layers from one of them.
 
     consumer_rank, num_consumer_ranks: its place among the ranks that hold the same layers (its tp_rank and tp_size).
-    They only choose among replicas: ranks that need the same heads are dealt evenly, in order, over those that hold
-    them, which for a cache that is the same on every rank gives `remote_tp_rank`.
+    They only choose among replicas, which are producer ranks with the same head and the same context. Those consumer
+    ranks that need the head, and tokens of the context, are dealt evenly, in order, over its replicas: of two replicas
+    neither serves two consumer ranks more than the other. For a cache that is the same on every rank this gives
+    `remote_tp_rank`.
     producers: the layouts of all ranks of the producer's engine, of every pipeline stage, in rank order.
 
     Shares come in producer order, their layers in the consumer's order. Raises Refusal, naming the layer and both
@@ -84,10 +87,10 @@ def sources(
     owners = _owners(producers)
     taken: dict[int, list[ShareLayer]] = {}
     for layer in consumer.layers:
-        sharers = max(1, num_consumer_ranks * layer.heads.count // layer.heads.total)
-        turn = (consumer_rank % sharers, sharers)
-        for rank, start, stop in _pieces(layer, owners.get(layer.name, []), turn):
-            taken.setdefault(rank, []).append(ShareLayer(layer.name, start, stop))
+        for context, holders in _replicas(layer, owners.get(layer.name, [])).items():
+            turn = _turn(consumer_rank, num_consumer_ranks, layer.heads, layer.context, context)
+            for rank, start, stop in _pieces(layer, holders, turn):
+                taken.setdefault(rank, []).append(ShareLayer(layer.name, start, stop))
     return tuple(Share(rank, tuple(taken[rank])) for rank in sorted(taken))
 
 
@@ -112,34 +115,67 @@ def targets(
 
 
 def digest(layouts: Sequence[CacheLayout]) -> bytes:
-    """16 bytes that change with anything `sources` depends on: layer names, groups and heads, rank by rank."""
-    seen = [[(layer.name, layer.group, layer.heads) for layer in layout.layers] for layout in layouts]
+    """16 bytes that change with what `sources` depends on: layer names, groups, heads and contexts, rank by rank."""
+    seen = [[(layer.name, layer.group, layer.heads, layer.context) for layer in layout.layers] for layout in layouts]
     return hashlib.blake2b(msgspec.msgpack.encode(seen), digest_size=16).digest()
 
 
-def _owners(producers: Sequence[CacheLayout]) -> dict[str, list[tuple[int, Heads]]]:
+Owner = tuple[int, Layer]
+"""A producer rank, and what it has under a layer's name."""
+
+
+def _owners(producers: Sequence[CacheLayout]) -> dict[str, list[Owner]]:
     """Layer name -> the producer ranks that hold some of its heads."""
-    owners: dict[str, list[tuple[int, Heads]]] = {}
+    owners: dict[str, list[Owner]] = {}
     for rank, producer in enumerate(producers):
         for layer in producer.layers:
-            owners.setdefault(layer.name, []).append((rank, layer.heads))
+            owners.setdefault(layer.name, []).append((rank, layer))
     return owners
 
 
-def _pieces(layer: Layer, owners: Sequence[tuple[int, Heads]], turn: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
+def _replicas(layer: Layer, owners: Sequence[Owner]) -> dict[Context, list[Owner]]:
+    """The owners by their context, as far as that has tokens which the consumer holds too."""
+    found: dict[Context, list[Owner]] = {}
+    for rank, theirs in owners:
+        if theirs.heads.total != layer.heads.total:
+            raise Refusal(f"layer {layer.name}: total KV heads", layer.heads.total, theirs.heads.total)
+        context = theirs.context
+        if context.interleave < 1 or not 0 <= context.rank < context.size:
+            raise Refusal(f"layer {layer.name}: context", layer.context, context, "there is no such rank")
+        if layer.context.overlaps(context):
+            found.setdefault(context, []).append((rank, theirs))
+    if owners and not found:
+        held = sorted({theirs.context for _, theirs in owners})
+        raise Refusal(f"layer {layer.name}: context", layer.context, held, "they have no token in common")
+    return found or {layer.context: []}
+
+
+@lru_cache(maxsize=4096)
+def _turn(consumer_rank: int, num_consumer_ranks: int, heads: Heads, mine: Context, theirs: Context) -> tuple[int, int]:
+    """(i, n): the rank is the i-th of n consumer ranks that need these heads, and tokens of the producer's context.
+
+    Ranks with the same heads are neighbours, and neighbours have the context's ranks in turn, as vLLM places them.
+    """
+    sharers = max(1, num_consumer_ranks * heads.count // heads.total)
+    place = consumer_rank % sharers
+    needy = [
+        other
+        for other in range(sharers)
+        if Context((mine.rank + other - place) % mine.size, mine.size, mine.interleave).overlaps(theirs)
+    ]
+    return needy.index(place), len(needy)
+
+
+def _pieces(layer: Layer, owners: Sequence[Owner], turn: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
     """(producer rank, start, stop) over a consumer's heads of one layer, neighbours of one rank as one interval.
 
-    turn: (i, n), this is the i-th of n consumer ranks that need these heads.
+    owners: which have the same tokens. turn: (i, n), this is the i-th of n consumer ranks that need these heads.
     """
-    mine = layer.heads
-    for _, theirs in owners:
-        if theirs.total != mine.total:
-            raise Refusal(f"layer {layer.name}: total KV heads", mine.total, theirs.total)
     piece: tuple[int, int, int] | None = None
-    for head in range(mine.start, mine.start + mine.count):
-        holders = [rank for rank, theirs in owners if theirs.start <= head < theirs.start + theirs.count]
+    for head in range(layer.heads.start, layer.heads.start + layer.heads.count):
+        holders = [rank for rank, theirs in owners if 0 <= head - theirs.heads.start < theirs.heads.count]
         if not holders:
-            held = ", ".join(f"{h.start} to {h.start + h.count - 1}" for _, h in owners) or "no such layer"
+            held = ", ".join(_interval(theirs.heads) for _, theirs in owners) or "no such layer"
             raise Refusal(f"layer {layer.name}: KV head", head, held, "no producer rank holds it")
         rank = holders[turn[0] * len(holders) // turn[1]]
         if piece and piece[0] == rank:
@@ -150,6 +186,10 @@ def _pieces(layer: Layer, owners: Sequence[tuple[int, Heads]], turn: tuple[int, 
         piece = (rank, head, head + 1)
     if piece:
         yield piece
+
+
+def _interval(heads: Heads) -> str:
+    return f"{heads.start} to {heads.start + heads.count - 1}"
 
 
 def _check_rank(rank_name: str, rank: int, size_name: str, size: int) -> None:

@@ -140,6 +140,12 @@ def test_a_json_file_that_cannot_be_written(tmp_path: Path) -> None:
         demo.write_json(tmp_path, {})
 
 
+def test_a_file_that_cannot_be_written_is_known_before_the_demo_runs(tmp_path: Path) -> None:
+    demo.require_writable(tmp_path / "new.json")
+    with pytest.raises(Problem, match=r"--json .*missing/a.json can't be written: No such file or directory"):
+        demo.require_writable(tmp_path / "missing" / "a.json")
+
+
 class Standing:
     """A cluster whose router and decode server are HTTP servers of the test."""
 

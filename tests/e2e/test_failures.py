@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from checks import alone, assert_drained, assert_same, cpu_seconds, eventually, first_leg, prompt_of, salt, second_leg
-from harness import PairConfig
+from harness import PATIENT, PairConfig
 
-from kvferry.cli import api
-from kvferry.cli.servers import Cluster
+from kvferry.cli import api, models
+from kvferry.cli.servers import Cluster, ServerSpec
+from kvferry.cli.servers import pair as servers_of
 
 SHORT = {"first_hold_s": 4, "lease_s": 4, "renew_s": 1}
 RECOMPUTE = PairConfig(policy="recompute", extra=SHORT)
@@ -76,6 +80,8 @@ class TestFail:
         with pytest.raises(api.HttpError) as failed:
             second_leg(pair, body, borrowed)
         assert failed.value.status == 500
+        assert "the prompt's KV could not be loaded" in failed.value.body
+        assert "digest" in failed.value.body
         assert_drained(pair)
 
     def test_parameters_that_make_no_sense_are_an_error(self, pair: Cluster) -> None:
@@ -83,6 +89,7 @@ class TestFail:
         with pytest.raises(api.HttpError) as failed:
             second_leg(pair, body, {**params, "remote_block_ids": "none"})
         assert failed.value.status == 500
+        assert "remote_block_ids" in failed.value.body
         prompt = prompt_of(300, seed=53)
         assert_same(second_leg(pair, *first_leg(pair, prompt)), alone(pair, prompt), "remote")
         assert_drained(pair)
@@ -98,3 +105,24 @@ class TestFail:
         assert failed.value.status == 500
         assert alone(pair, prompt) == expected
         eventually(lambda: pair.decode.used_blocks() == 0, "the failed load's blocks are free")
+
+
+def two_models(model: Path) -> list[ServerSpec]:
+    """The decode server has the same architecture with other weights."""
+    sides = servers_of(model, transport="local", policy="fail", extra=PATIENT)
+    return [sides[0], replace(sides[1], model=models.tiny("llama", seed=1))]
+
+
+@pytest.mark.parametrize("pair", [PairConfig(specs=two_models)], indirect=True, ids=["models"])
+def test_a_pair_that_does_not_fit_is_refused_by_name_on_both_sides_and_to_the_client(pair: Cluster) -> None:
+    body, params = first_leg(pair, prompt_of(300, seed=60))
+    with pytest.raises(api.HttpError) as failed:
+        second_leg(pair, body, params)
+    refusal = re.search(r"model: consumer has (\w+), producer has (\w+)", failed.value.body)
+    assert refusal is not None, failed.value.body
+    for server in (pair.prefill, pair.decode):
+        eventually(
+            lambda server=server: any(refusal.group() in line for line in server.log_lines(2000)),
+            f"{server.name} logs the reason",
+        )
+    assert_drained(pair)

@@ -14,6 +14,7 @@ from kvferry.layout import (
     PHYSICAL_ORDERS,
     Axis,
     CacheLayout,
+    Context,
     Field,
     Heads,
     Layer,
@@ -81,6 +82,25 @@ def test_padded_pages_and_no_layers() -> None:
     check(CacheLayout((), ()))
 
 
+@pytest.mark.parametrize(
+    ("tokens", "opaque", "context"),
+    [
+        ((Axis("token", 16, 1, 4),), None, Context(1, 2, 1)),
+        ((Axis("token", 16, 1, 4),), None, Context(3, 4, 16)),
+        ((Axis("token", 4, 4, 16), Axis("token", 4, 1, 4)), None, Context(1, 2, 2)),
+        ((Axis("token", 4, 4, 16), Axis("token", 4, 1, 4)), None, Context(1, 2, 8)),
+        ((Axis("token", 4, 4, 16),), "x", Context(1, 2, 8)),
+        ((Axis("token", 4, 4, 16),), "x", Context(1, 2, 2)),
+        ((Axis("token", 16, 1, 4),), None, Context(0, 1, 7)),
+    ],
+)
+def test_contexts(tokens: tuple[Axis, ...], opaque: str | None, context: Context) -> None:
+    """16 tokens of a block are this rank's, in kernel blocks or tiles of 4."""
+    content = 16 if opaque else 4
+    field = Field("latent", 0, 64, (*tokens, Axis("content", content, 1, 1)), content, opaque)
+    check(cache(layer((field,), heads=Heads(0, 1, 1), block_size=16 * context.size, context=context)))
+
+
 KEY = key_only(16, 4)[0]
 TOKENS, CONTENT = KEY.axes
 MLA = Heads(0, 1, 1)
@@ -120,6 +140,37 @@ def with_axes(*axes: Axis, **changes: Any) -> Layer:
         (layer((KEY, change(KEY, name="v", base_bytes=639)), heads=MLA), "share the byte at offset 639"),
         (layer((KEY, change(KEY, name="v", block_stride_bytes=65)), heads=MLA), r"block_stride_bytes: \[64, 65\]"),
         (layer((), heads=MLA), "fields: none"),
+        (layer((KEY,), heads=MLA, context=Context(0, 0)), "layers.3: context.size 0"),
+        (layer((KEY,), heads=MLA, context=Context(0, 2, 0)), "layers.3: context.interleave 0"),
+        (layer((KEY,), heads=MLA, context=Context(2, 2)), r"layers.3: context.rank 2 is not in \[0, 1\]"),
+        (layer((KEY,), heads=MLA, context=Context(-1, 2)), "layers.3: context.rank -1"),
+        (layer((KEY,), heads=MLA, context=Context(0, 2, 1 << 60)), "context.interleave"),
+        (
+            layer((KEY,), heads=MLA, context=Context(0, 2, 16)),
+            "block_size 16 is not a multiple of context.size 2 times context.interleave 16",
+        ),
+        (
+            layer((KEY,), heads=MLA, context=Context(0, 2, 8)),
+            "field latent: token axes cover 16, the layer has 8",
+        ),
+        (
+            layer(
+                (change(KEY, axes=(Axis("token", 2, 3, 12), change(TOKENS, size=3), CONTENT)),),
+                heads=MLA,
+                block_size=12,
+                context=Context(1, 2, 2),
+            ),
+            r"field latent: token axes of steps \[1, 3\] cannot be cut at context.interleave 2",
+        ),
+        (
+            layer(
+                (change(KEY, axes=(Axis("token", 2, 6, 8), CONTENT), opaque="x"),),
+                heads=MLA,
+                block_size=48,
+                context=Context(1, 4, 4),
+            ),
+            r"field latent: token axes of steps \[6\] cannot be cut at context.interleave 4",
+        ),
         (layer((KEY,), heads=MLA, region=1), "region 1 of 1"),
         (layer((KEY,), heads=MLA, region=-1), "region -1 of 1"),
         (layer((KEY,), heads=MLA, num_blocks=0), "num_blocks 0"),

@@ -12,9 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from drawn import Situation
 
-from kvferry.layout import CacheLayout, Field, Layer
-from kvferry.plan import TransferPlan
+from kvferry.layout import CacheLayout, Context, Field, Layer
+from kvferry.plan import BlockTable, TransferPlan, compile, prove_shares
+from kvferry.topology import sources
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
@@ -57,6 +59,12 @@ def noise(layout: CacheLayout, seed: int) -> list[Bytes]:
     return [rng.integers(0, 256, region.length_bytes, np.uint8) for region in layout.regions]
 
 
+def dealt(context: Context, local: Ints) -> Ints:
+    """The token that a rank's n-th is: tokens go round the ranks of a context in runs of `interleave`."""
+    turn, inside = np.divmod(local, context.interleave)
+    return (turn * context.size + context.rank) * context.interleave + inside
+
+
 class Block(NamedTuple):
     """All bytes of one field in one block: addresses in the layer's region, tokens from the request's start."""
 
@@ -70,7 +78,7 @@ def blocks(layer: Layer, table: Sequence[int]) -> Iterator[tuple[Field, Block]]:
         inside = cells(field)
         for position, block_id in enumerate(table):
             if block_id >= 0:
-                tokens = position * layer.block_size + inside.token
+                tokens = position * layer.block_size + dealt(layer.context, inside.token)
                 addresses = layer.base_bytes + block_id * field.block_stride_bytes + inside.offset
                 heads = layer.heads.start + inside.head
                 yield field, Block(addresses, tokens, value(layer.name, field.name, tokens, heads, inside.content))
@@ -114,19 +122,20 @@ def judge(
     tail = [np.zeros(len(one), np.bool_) for one in after]
     seen: set[tuple[object, ...]] = set()
     for layer in layout.layers:
-        memory = (layer.group, layer.region, layer.base_bytes, layer.fields)
+        memory = (layer.group, layer.region, layer.base_bytes, layer.fields, layer.context)
         if memory in seen:  # another name of the same bytes
             continue
         seen.add(memory)
         for field, block in blocks(layer, tables[layer.group]):
-            first, last = tokens if field.opaque is None else _whole_tiles(field, *tokens)
-            wanted = (block.tokens >= first) & (block.tokens < last)
+            span = span_tokens(layer, field)
+            starts = block.tokens // span * span
+            wanted = (starts + span > tokens[0]) & (starts < tokens[1]) & (tokens[0] < tokens[1])
             at = block.addresses[wanted]
             np.testing.assert_array_equal(after[layer.region][at], block.values[wanted], f"{layer.name} {field.name}")
             assert not required[layer.region][at].any(), "two required coordinates share a byte"
             required[layer.region][at] = True
             same_block = (tokens[1] - 1) // layer.block_size * layer.block_size
-            allowed = (block.tokens >= last) & (block.tokens < same_block + layer.block_size)
+            allowed = (starts >= tokens[1]) & (block.tokens < same_block + layer.block_size)
             tail[layer.region][block.addresses[allowed]] = True
     for region, counts in enumerate(written):
         assert counts.max(initial=0) <= 1, "a byte was written twice"
@@ -139,12 +148,12 @@ def judge(
     return Verdict(num_required, total - num_required)
 
 
-def _whole_tiles(field: Field, first: int, last: int) -> tuple[int, int]:
-    """Bytes of an opaque tile stand at its first token; a tile is required if any of its tokens is."""
-    if first == last:
-        return first, last
+def span_tokens(layer: Layer, field: Field) -> int:
+    """Bytes of an opaque tile stand at its first token; a tile is required if any token is that it spans."""
+    if field.opaque is None:
+        return 1
     tile = min(axis.step for axis in field.axes if axis.dim == "token")
-    return first // tile * tile, -(-last // tile) * tile
+    return tile if tile <= layer.context.interleave else tile * layer.context.size
 
 
 def run(
@@ -165,3 +174,17 @@ def run(
     assert sum(plan.required_bytes for plan, _ in plans) == verdict.required_bytes
     assert sum(plan.num_bytes for plan, _ in plans) == verdict.required_bytes + verdict.tail_bytes
     return verdict
+
+
+def transfer(situation: Situation) -> None:
+    """Plan and run a situation for each consumer rank."""
+    consumer, producer, tokens = situation
+    request = [[BlockTable(np.array(table, np.int64)) for table in side.tables] for side in (consumer, producer)]
+    for rank, layout in enumerate(consumer.layouts):
+        shares = sources(layout, rank % consumer.tp_size, consumer.tp_size, producer.layouts)
+        prove_shares(layout, [(share, producer.layouts[share.producer_rank]) for share in shares])
+        plans = []
+        for share in shares:
+            source = producer.layouts[share.producer_rank]
+            plans.append((compile(layout, source, share).bind(*request, *tokens), source))
+        run(layout, consumer.tables, tokens, plans, producer.tables)

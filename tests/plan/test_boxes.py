@@ -13,15 +13,18 @@ from hypothesis import strategies as st
 from kvferry.layout import Axis, offset_bytes
 from kvferry.plan.boxes import (
     Box,
+    Common,
     Digit,
     Digits,
     Loop,
     Runs,
     above,
     address,
+    below,
     digits,
     expand,
     fold,
+    held,
     join,
     merge,
     pair,
@@ -34,7 +37,10 @@ Pairs = Counter[tuple[int, int]]
 small = st.integers(0, 9)
 loops = st.builds(Loop, st.integers(1, 3), small, small)
 boxes = st.builds(Box, small, small, st.lists(loops, max_size=3).map(tuple), st.integers(1, 4))
-numbers = st.lists(st.builds(Digit, st.integers(2, 4), small), max_size=3).map(tuple)
+ours_alone = st.integers(2, 4).flatmap(
+    lambda size: st.builds(Digit, st.just(size), st.just(0), st.integers(0, size - 1))
+)
+numbers = st.lists(st.one_of(st.builds(Digit, st.integers(2, 4), small, st.none()), ours_alone), max_size=3).map(tuple)
 
 
 def extent(number: Digits) -> int:
@@ -64,6 +70,21 @@ def at(number: Digits, index: int) -> int:
     return int(address(number, np.array([index]))[0])
 
 
+def here(number: Digits, index: int) -> bool:
+    """Whether a side has an index: by the definition of a mixed-radix number."""
+    for digit in number:
+        index, value = divmod(index, digit.size)
+        if digit.only not in (None, value):
+            return False
+    return True
+
+
+def places(number: Digits) -> list[tuple[int, bool]]:
+    """For every index its address, and whether this side has it."""
+    found = address(number, np.arange(extent(number))).tolist()
+    return [(one, here(number, index)) for index, one in enumerate(found)]
+
+
 @given(st.lists(st.builds(Axis, st.just("token"), st.integers(1, 4), st.just(0), small), max_size=3))
 def test_digits_mean_what_axes_mean(drawn: list[Axis]) -> None:
     axes, step = [], 1
@@ -74,30 +95,48 @@ def test_digits_mean_what_axes_mean(drawn: list[Axis]) -> None:
         assert at(digits(reversed(axes), "token"), index) == offset_bytes(axes, "token", index)
 
 
+@given(numbers, st.integers(1, 24))
+def test_held(number: Digits, count: int) -> None:
+    index = np.arange(count * extent(number))
+    assert held(number, index).tolist() == [here(number, i % extent(number)) for i in index.tolist()]
+
+
 @given(numbers, numbers, st.integers(0, 24))
 def test_refine(consumer: Digits, producer: Digits, limit: int) -> None:
     common = refine(consumer, producer, limit)
-    unit = prod(loop.size for loop in common)
+    unit = prod(one.size for one in common)
     assert extent(consumer) % unit == extent(producer) % unit == limit % unit == 0
-    index = range(unit)
-    inner = [Digit(size, stride) for size, stride, _ in common], [Digit(size, stride) for size, _, stride in common]
-    for number, part in zip((consumer, producer), inner, strict=True):
-        assert [at(tuple(part), i) for i in index] == [at(number, i) for i in index]
-        for start in range(0, extent(number), unit):  # aligned: every chunk is laid out as the first one
-            assert [at(number, start + i) - at(number, start) for i in index] == [at(number, i) for i in index]
+    inner = below(consumer, unit), below(producer, unit)
+    boxes = (Box(0, 0, (), 1),)
+    for one in common:
+        boxes = times(boxes, one.boxes)
+    both = zip(*map(places, inner), strict=True)
+    assert union(boxes) == Counter((c, p) for (c, c_here), (p, p_here) in both if c_here and p_here)
+    for number, part in zip((consumer, producer), inner, strict=True):  # aligned: every chunk is as the first one
+        outer, starts = places(above(number, unit)), places(number)[::unit]
+        assert places(number) == [
+            (start + one, up and low)
+            for (start, _), (_, up) in zip(starts, outer, strict=True)
+            for one, low in places(part)
+        ]
 
 
 @given(numbers)
 def test_refine_finds_all_of_equal_numbers(number: Digits) -> None:
-    assert refine(number, number) == tuple(Loop(size, stride, stride) for size, stride in number)
+    def values(digit: Digit) -> Box:
+        return Box(0, 0, (Loop(digit.size, digit.stride, digit.stride),) if digit.only is None else (), 1)
+
+    assert refine(number, number) == tuple(Common(digit.size, (values(digit),)) for digit in number)
 
 
 @given(numbers, numbers)
-def test_above(number: Digits, other: Digits) -> None:
-    unit = prod(loop.size for loop in refine(number, other))
-    outer = above(number, unit)
+def test_above_and_below(number: Digits, other: Digits) -> None:
+    unit = prod(one.size for one in refine(number, other))
+    outer, inner = above(number, unit), below(number, unit)
     assert extent(outer) * unit == extent(number)
+    assert extent(inner) == unit
     assert [at(outer, i) for i in range(extent(outer))] == [at(number, i * unit) for i in range(extent(outer))]
+    assert [at(inner, i) for i in range(unit)] == [at(number, i) for i in range(unit)]
 
 
 @given(numbers, numbers, st.data())
@@ -106,8 +145,9 @@ def test_pair(consumer: Digits, producer: Digits, data: st.DataObject) -> None:
     consumer_start = data.draw(st.integers(0, extent(consumer) - count))
     producer_start = data.draw(st.integers(0, extent(producer) - count))
     found = pair(consumer, producer, consumer_start, producer_start, count)
-    expected = Counter((at(consumer, consumer_start + i), at(producer, producer_start + i)) for i in range(count))
-    assert union(found) == expected
+    both = [(consumer_start + i, producer_start + i) for i in range(count)]
+    both = [(c, p) for c, p in both if here(consumer, c) and here(producer, p)]
+    assert union(found) == Counter((at(consumer, c), at(producer, p)) for c, p in both)
 
 
 @given(st.integers(1, 12), st.integers(0, 5), st.integers(0, 5), st.integers(1, 12))
@@ -178,4 +218,4 @@ def test_merge_of_nothing() -> None:
 @given(st.integers(1, 40), st.integers(1, 40))
 def test_two_plain_block_sizes_have_their_gcd_in_common(left: int, right: int) -> None:
     common = refine(digits([Axis("token", left, 1, 8)], "token"), digits([Axis("token", right, 1, 8)], "token"))
-    assert prod(loop.size for loop in common) == gcd(left, right)
+    assert prod(one.size for one in common) == gcd(left, right)

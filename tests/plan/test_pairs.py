@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import msgspec
 import oracle
 import pytest
+from drawn import Side, Situation
 from golden import tables
 
 from kvferry.layout import (
     PHYSICAL_ORDERS,
+    STATE_TOKENS,
     CacheLayout,
+    Channels,
     Heads,
     Layer,
     Region,
     fused,
     key_only,
     physical_strides,
+    state,
 )
 from kvferry.plan import PairPlan, Refusal, compile
-from kvferry.topology import Share, ShareLayer
+from kvferry.topology import Share, ShareLayer, kv_heads, sources
 
 change = msgspec.structs.replace
 
@@ -53,6 +59,15 @@ def test_a_share_of_heads_or_layers_that_a_side_lacks() -> None:
         compile(cache(layer()), cache(layer()), Share(0, (ShareLayer("a", 0, 2),)))
     with pytest.raises(Refusal, match="layer b: consumer has None, producer has None"):
         compile(cache(layer()), cache(layer()), Share(0, (ShareLayer("b", 0, 1),)))
+
+
+@pytest.mark.parametrize("theirs", ["", "k=0.5 v=2.0"])
+def test_scales_that_lie_outside_the_cache_must_be_equal(theirs: str) -> None:
+    mine = change(layer(), scales="k=0.5 v=1.0")
+    text = f"layer a: scales: consumer has k=0.5 v=1.0, producer has {theirs or 'none'}"
+    with pytest.raises(Refusal, match=text):
+        whole(cache(mine), cache(change(mine, scales=theirs)))
+    whole(cache(mine), cache(mine))
 
 
 def test_two_names_of_one_memory_move_once() -> None:
@@ -109,3 +124,54 @@ def test_descriptors_of_two_blocks_of_three_layers(order: str, whole_blocks: int
     assert whole(two, two).bind(*request).num_descriptors == whole_blocks
     share = Share(0, tuple(ShareLayer(f"{i}", 1, 2) for i in range(3)))
     assert compile(pool(order, Heads(1, 1, 2)), two, share).bind(*request).num_descriptors == one_head
+
+
+def mixer(tp_rank: int, tp_size: int, steps_outermost: bool) -> CacheLayout:
+    """The state of a layer of 4 heads and 2 groups, 3 slots in one region, as vLLM packs it.
+
+    The window of x (2 channels a head), B and C (2 channels a group) over 3 steps of 2 bytes, then what the recurrence
+    carries on (6 bytes a head).
+    """
+    heads, groups = kv_heads(tp_rank, tp_size, 4), kv_heads(tp_rank, tp_size, 2)
+    parts = (("x", heads, 0), ("b", groups, 2 * heads.count), ("c", groups, 2 * heads.count + 2 * groups.count))
+    channels = 2 * heads.count + 4 * groups.count
+    recurrent, slot = channels * 3 * 2, channels * 3 * 2 + heads.count * 6
+    made = [
+        (f"m/conv.{name}", one, state("conv", Channels(one.count, 2, 3, first, steps_outermost, channels), 2, 0, slot))
+        for name, one, first in parts
+    ]
+    made.append(("m/ssm", heads, state("ssm", Channels(heads.count, 3), 2, recurrent, slot)))
+    layers = [Layer(name, 0, 0, 0, 3, STATE_TOKENS, "bfloat16", one, fields) for name, one, fields in made]
+    return CacheLayout((Region(0, 3 * slot),), tuple(layers))
+
+
+def mixers(tp_size: int, steps_outermost: bool, slot: int) -> Side:
+    return Side(tp_size, [mixer(rank, tp_size, steps_outermost) for rank in range(tp_size)], [[slot]])
+
+
+@pytest.mark.parametrize("steps_outermost", list(product((False, True), repeat=2)))
+def test_states_move_whole_whatever_the_split_and_the_order(steps_outermost: tuple[bool, bool]) -> None:
+    """Parts with different numbers of shards, replicated groups, sizes that do not matter to one another."""
+    for consumer_tp, producer_tp in product((1, 2, 4), repeat=2):
+        consumer, producer = mixers(consumer_tp, steps_outermost[0], 2), mixers(producer_tp, steps_outermost[1], 1)
+        for tokens in ((0, 1), (0, 1000), (999, 1000)):
+            oracle.transfer(Situation(consumer, producer, tokens))
+
+
+def test_descriptors_of_a_state() -> None:
+    """Slot 1 of 120 bytes (x from 0, B 48, C 72, recurrent 96) to slot 2 of 60 (0, 24, 36, 48): the second half of each
+    part."""
+    half, all_of_it = mixer(1, 2, False), mixer(0, 1, False)
+    (share,) = sources(half, 1, 2, [all_of_it])
+    plan = compile(half, all_of_it, share).bind(tables([[2]]), tables([[1]]), 0, 77)
+    rows = zip(*(column.tolist() for column in plan.batches[0][2:]), strict=True)
+    assert sorted(rows) == [(120, 144, 24), (144, 180, 12), (156, 204, 12), (168, 228, 12)]
+
+
+def test_what_is_kept_for_states_does_not_grow_with_requests() -> None:
+    one = mixer(0, 1, False)
+    (share,) = sources(one, 0, 1, [one])
+    pair = compile(one, one, share)
+    for end in range(1, 100):
+        assert pair.bind(tables([[2]]), tables([[1]]), 0, end).num_descriptors == 1
+    assert max(len(unit._cuts) for unit in pair.units) <= 2

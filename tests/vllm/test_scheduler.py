@@ -32,12 +32,20 @@ def full_attention() -> Any:
     return FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
 
 
+def state_of_a_mamba() -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return MambaSpec(block_size=1024, shapes=((3, 8), (2, 2, 2)), dtypes=(torch.float32,) * 2)
+
+
 class Side:
     """One engine core: the half under test, and what vLLM's scheduler does around it."""
 
-    def __init__(self, role: str, policy: str = "recompute", **extra: Any) -> None:
+    def __init__(self, role: str, policy: str = "recompute", state: bool = False, **extra: Any) -> None:
         self.pool = BlockPool(NUM_BLOCKS, enable_caching=False, hash_block_size=BLOCK)
-        self.tables: dict[str, list[Any]] = {}
+        self.tables: dict[str, tuple[list[Any], ...]] = {}
+        self.keeps_state = state
         transfer = SimpleNamespace(
             engine_id=role,
             is_kv_producer=role == "producer",
@@ -45,15 +53,19 @@ class Side:
             kv_load_failure_policy=policy,
         )
         parallel = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1, decode_context_parallel_size=1)
-        vllm_config = SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel)
+        vllm_config = SimpleNamespace(
+            kv_transfer_config=transfer, parallel_config=parallel, num_prefill_lookahead_tokens=0
+        )
         groups = [KVCacheGroupSpec(["layer"], full_attention())]
+        if state:
+            groups.append(KVCacheGroupSpec(["mixer"], state_of_a_mamba()))
         self.half = SchedulerSide(
             vllm_config,
             KVCacheConfig(num_blocks=NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups),
             config.parse({"model_id": "m", **extra}),
         )
         manager = SimpleNamespace(
-            block_pool=self.pool, get_blocks=lambda request_id: KVCacheBlocks((self.tables[request_id],))
+            block_pool=self.pool, get_blocks=lambda request_id: KVCacheBlocks(self.tables[request_id])
         )
         self.half.bind_kv_cache_manager(manager)
 
@@ -62,16 +74,19 @@ class Side:
         return self.pool.get_num_free_blocks()
 
     def allocate(self, request: Request, num_tokens: int) -> KVCacheBlocks:
-        self.tables[request.request_id] = self.pool.get_new_blocks(-(-num_tokens // BLOCK))
-        return KVCacheBlocks((self.tables[request.request_id],))
+        sizes = [-(-num_tokens // BLOCK), *([1] if self.keeps_state else [])]
+        self.tables[request.request_id] = tuple(self.pool.get_new_blocks(size) for size in sizes)
+        return KVCacheBlocks(self.tables[request.request_id])
 
     def free_blocks(self, request: Request) -> None:
-        self.pool.free_blocks(reversed(self.tables.pop(request.request_id)))
+        for group in self.tables.pop(request.request_id):
+            self.pool.free_blocks(reversed(group))
 
     def finish(self, request: Request, status: RequestStatus = RequestStatus.FINISHED_LENGTH_CAPPED) -> Any:
         request.status = status
-        blocks = self.tables.get(request.request_id, [])
-        delayed, params = self.half.request_finished(request, [[block.block_id for block in blocks]])
+        groups = self.tables.get(request.request_id, ([],))
+        ids = [[block.block_id for block in group] for group in groups]
+        delayed, params = self.half.request_finished(request, ids)
         assert delayed is False  # vLLM is never asked to wait
         return params
 
@@ -118,8 +133,8 @@ def offer(producer: Side, num_tokens: int = 40) -> dict[str, Any]:
     request = request_of(f"first-{num_tokens}-{producer.free}", num_tokens, {"do_remote_decode": True})
     producer.half.on_new_request(request)
     assert producer.half.get_num_new_matched_tokens(request, 0) == (0, False)
-    producer.allocate(request, num_tokens)
-    request.num_computed_tokens = num_tokens
+    producer.allocate(request, request.num_tokens)
+    request.num_computed_tokens = request.num_tokens
     params = producer.finish(request)
     producer.free_blocks(request)
     return params
@@ -147,7 +162,7 @@ def test_a_whole_transfer(make_side: Callable[..., Side]) -> None:
     assert producer.free == NUM_BLOCKS - 1 - 3
     request, load = begin(consumer, params)
     assert (load.first_token, load.end_token, load.refused) == (0, 39, "")
-    assert load.consumer_block_ids == (tuple(block.block_id for block in consumer.tables[request.request_id]),)
+    assert load.consumer_block_ids == (tuple(block.block_id for block in consumer.tables[request.request_id][0]),)
     assert load.producer_block_ids == (tuple(params["remote_block_ids"][0]),)
     consumer.report(request, result(load, 0), result(load, 1))
     eventually(lambda: producer.half.drain() > 0)
@@ -307,3 +322,63 @@ def test_a_terminating_engine_stays_while_blocks_are_held(make_side: Callable[..
     assert producer.half.has_pending_push_work()
     consumer.report(request, result(load, 0), result(load, 1))
     eventually(lambda: not producer.half.has_pending_push_work())
+
+
+def test_a_state_is_offered_after_all_but_the_last_token(make_side: Callable[..., Side]) -> None:
+    producer, consumer = make_side("producer", state=True), make_side("consumer", state=True)
+    params = offer(producer, num_tokens=40)
+    assert params["remote_num_tokens"] == 39
+    assert [len(group) for group in params["remote_block_ids"]] == [3, 1]
+    assert producer.free == NUM_BLOCKS - 1 - 4
+    request, load = begin(consumer, params)
+    assert (load.first_token, load.end_token, load.refused) == (0, 39, "")
+    slot = consumer.tables[request.request_id][1][0]
+    assert (load.consumer_block_ids[1], load.producer_block_ids[1]) == (
+        (slot.block_id,),
+        tuple(params["remote_block_ids"][1]),
+    )
+    consumer.report(request, result(load, 0), result(load, 1))
+    eventually(lambda: producer.half.drain() > 0)
+    assert producer.free == NUM_BLOCKS - 1
+
+
+def test_what_a_first_leg_computes_ends_before_its_last_token(make_side: Callable[..., Side]) -> None:
+    producer = make_side("producer", state=True)
+    request = request_of("first", 40, {"do_remote_decode": True})
+    producer.half.on_new_request(request)
+    assert (request.num_tokens, request.num_prompt_tokens, request.max_tokens) == (39, 39, 1)
+    assert request.prompt_token_ids == list(range(39))
+    plain = request_of("plain", 40, None)
+    producer.half.on_new_request(plain)
+    assert (plain.num_tokens, plain.max_tokens) == (40, 4)
+
+
+def test_a_prompt_too_short_to_leave_a_token_is_not_offered(make_side: Callable[..., Side]) -> None:
+    producer, consumer = make_side("producer", state=True), make_side("consumer", "fail", state=True)
+    params = offer(producer, num_tokens=1)
+    assert params["do_remote_prefill"] is False
+    request, load = begin(consumer, params, num_tokens=1)
+    assert load is None
+    report = consumer.finish(request)["kvferry"]
+    assert (report["path"], report["reason"]) == ("recomputed", "the prompt has 1 tokens, 1 are left to the consumer")
+
+
+def test_a_state_after_the_whole_prompt_is_refused(make_side: Callable[..., Side]) -> None:
+    """A client cut the prompt of the second leg: its state would have seen a token too many."""
+    producer, consumer = make_side("producer", state=True), make_side("consumer", state=True)
+    request, load = begin(consumer, offer(producer, num_tokens=40), num_tokens=39)
+    assert load is None
+    assert "after all 39 tokens" in consumer.finish(request)["kvferry"]["reason"]
+    eventually(lambda: producer.half.drain() > 0)
+
+
+def test_a_state_without_a_slot_of_its_own_fails_the_load(make_side: Callable[..., Side]) -> None:
+    producer, consumer = make_side("producer", state=True), make_side("consumer", state=True)
+    request = request_of("second", 40, offer(producer))
+    consumer.half.on_new_request(request)
+    tokens, _ = consumer.half.get_num_new_matched_tokens(request, 0)
+    blocks = consumer.allocate(request, tokens)
+    blocks.blocks[1][0]._block_hash = b"another request's"
+    consumer.half.update_state_after_alloc(request, blocks, tokens)
+    (load,) = consumer.half.build_connector_meta().loads
+    assert "not this request's own" in load.refused

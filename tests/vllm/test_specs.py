@@ -5,18 +5,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
 
-from kvferry.layout import Heads
+from kvferry import layout as layouts
+from kvferry.layout import Context, Heads
 from kvferry.vllm import specs
-from kvferry.vllm.specs import Backend, UnsupportedCache, Window
+from kvferry.vllm.attention import Backend, scales_of
+from kvferry.vllm.groups import UnsupportedCache
 
 CPU = Backend("CPU_ATTN", "vec")
 GPU = Backend("FLASH_ATTN")
@@ -34,10 +38,17 @@ def cache_config(*groups: KVCacheGroupSpec, num_blocks: int = 8) -> KVCacheConfi
     return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[tensor], kv_cache_groups=list(groups))
 
 
-def vllm_config(tp_size: int = 1, total_kv_heads: int = 2) -> SimpleNamespace:
+def vllm_config(tp_size: int = 1, total_kv_heads: int = 2, **parallel: int) -> SimpleNamespace:
+    defaults = {
+        "prefill_context_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "cp_kv_cache_interleave_size": 1,
+    }
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(tensor_parallel_size=tp_size),
-        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: total_kv_heads),
+        parallel_config=SimpleNamespace(tensor_parallel_size=tp_size, **{**defaults, **parallel}),
+        model_config=SimpleNamespace(
+            get_total_num_kv_heads=lambda: total_kv_heads, hf_text_config=SimpleNamespace(n_groups=1)
+        ),
     )
 
 
@@ -125,6 +136,23 @@ def test_mla_is_one_latent_on_every_rank() -> None:
     assert [(field.name, field.content_bytes) for field in layout.layers[0].fields] == [("latent", 1152)]
 
 
+def test_context_parallel_ranks_hold_every_other_run_of_tokens() -> None:
+    spec = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    config = cache_config(KVCacheGroupSpec(["a"], spec))
+    (tensor,) = views(1, (8, 1, 16, 576), torch.bfloat16)
+    sizes = vllm_config(4, 16, decode_context_parallel_size=2, cp_kv_cache_interleave_size=4)
+    layout = specs.cache_layout(sizes, config, {"a": tensor}, {"a": Backend("FLASHMLA")}, tp_rank=3)
+    layer = layout.layers[0]
+    assert (layer.context, layer.block_size, layer.heads) == (Context(1, 2, 4), 32, Heads(0, 1, 1))
+
+
+def test_prefill_context_parallelism_is_refused_by_name() -> None:
+    config = cache_config(KVCacheGroupSpec(["a"], full()))
+    (tensor,) = views(1, (8, 2, 32, 64))
+    with pytest.raises(UnsupportedCache, match="layer a: prefill_context_parallel_size 2"):
+        specs.cache_layout(vllm_config(prefill_context_parallel_size=2), config, {"a": tensor}, {"a": CPU}, tp_rank=0)
+
+
 def test_hybrid_groups_over_the_same_bytes_stay_apart() -> None:
     window = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64)
     config = cache_config(KVCacheGroupSpec(["a"], full()), KVCacheGroupSpec(["b"], window))
@@ -142,16 +170,77 @@ def test_layers_that_share_a_tensor_in_a_group_move_once() -> None:
 
 
 def test_a_group_that_cannot_be_moved_is_refused_by_name() -> None:
-    state = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
-    config = cache_config(KVCacheGroupSpec(["a"], full()), KVCacheGroupSpec(["mixer"], state))
-    with pytest.raises(UnsupportedCache, match=r"group 1 \(mixer, .*MambaSpec"):
+    chunked = ChunkedLocalAttentionSpec(
+        block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, attention_chunk_size=64
+    )
+    config = cache_config(KVCacheGroupSpec(["a"], full()), KVCacheGroupSpec(["local"], chunked))
+    with pytest.raises(UnsupportedCache, match=r"group 1 \(local, .*ChunkedLocalAttentionSpec"):
         specs.group_kinds(config)
 
 
-def test_head_slots_that_are_not_heads_are_refused() -> None:
+def test_each_part_of_a_state_is_a_layer_in_the_padded_page_of_its_slot() -> None:
+    """4 heads of 2 with states of 8, a window of 3 steps: 8 + 2 * 8 = 24 channels, 288 bytes, then 256 bytes."""
+    state = MambaSpec(block_size=1024, shapes=((3, 24), (4, 2, 8)), dtypes=(torch.float32,) * 2, page_size_padded=1024)
+    config = cache_config(KVCacheGroupSpec(["a"], full()), KVCacheGroupSpec(["mixer"], state))
+    pool = torch.zeros(8, 1024, dtype=torch.int8)
+    attention = torch.zeros(8, 2, 32, 64)
+    slots = pool.as_strided((8, 1, 1, 544), (1024, 544, 544, 1))
+    backends = {"a": CPU, "mixer": Backend("MAMBA2_ATTN")}
+    layout = specs.cache_layout(vllm_config(), config, {"a": attention, "mixer": slots}, backends, tp_rank=0)
+    assert [(layer.name, layer.heads.total, layer.dtype) for layer in layout.layers[1:]] == [
+        ("mixer/conv.x", 4, "float32"),
+        ("mixer/conv.b", 1, "float32"),
+        ("mixer/conv.c", 1, "float32"),
+        ("mixer/ssm", 4, "float32"),
+    ]
+    assert {(layer.group, layer.block_size) for layer in layout.layers[1:]} == {(1, layouts.STATE_TOKENS)}
+    assert {field.block_stride_bytes for layer in layout.layers[1:] for field in layer.fields} == {1024}
+    assert [layer.fields[0].base_bytes for layer in layout.layers[1:]] == [0, 32, 64, 288]
+    assert specs.group_kinds(config) == ("FullAttentionSpec", "MambaSpec(MAMBA2)")
+
+
+def test_cells_with_scales_in_them_move_whole() -> None:
+    quantised = full().__class__(
+        block_size=32,
+        num_kv_heads=2,
+        head_size=32,
+        dtype=torch.int8,
+        kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD,
+        state_content_bytes=2 * 32 + 2 * 4,
+    )
+    config = cache_config(KVCacheGroupSpec(["a"], quantised))
+    (tensor,) = views(1, (8, 2, 32, 72), torch.int8)
+    layout = specs.cache_layout(vllm_config(), config, {"a": tensor}, {"a": Backend("TRITON_ATTN")}, tp_rank=0)
+    (cell,) = layout.layers[0].fields
+    assert (cell.name, cell.content_bytes) == ("cell", 72)
+    assert cell.opaque == "TRITON_ATTN::torch.int8:32:32:32:INT8_PER_TOKEN_HEAD"
+
+
+def test_scales_outside_the_cache_are_announced_by_layer() -> None:
+    config = cache_config(KVCacheGroupSpec(["a"], full(kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)))
+    layer = SimpleNamespace(_k_scale_float=0.5, _v_scale_float=1 / 3)
+    scales = scales_of(config, "a", layer)
+    assert scales == "k=0.5 v=0.333333333"
+    (tensor,) = views(1, (8, 2, 32, 64))
+    layout = specs.cache_layout(vllm_config(), config, {"a": tensor}, {"a": Backend("X", "", scales)}, tp_rank=0)
+    assert layout.layers[0].scales == scales
+    assert scales_of(cache_config(KVCacheGroupSpec(["a"], full())), "a", layer) == ""
+
+
+def test_head_slots_that_are_not_heads_move_whole_between_ranks_with_the_same_heads() -> None:
     config = cache_config(KVCacheGroupSpec(["a"], full(num_kv_heads=2)))
     (tensor,) = views(1, (8, 4, 32, 32))  # keys and values of two heads as four slots
-    with pytest.raises(UnsupportedCache, match="4 head slots"):
+    layout = specs.cache_layout(vllm_config(2, 4), config, {"a": tensor}, {"a": Backend("ROCM_ATTN")}, tp_rank=1)
+    layer = layout.layers[0]
+    assert layer.heads == Heads(1, 1, 2)  # the second pair of heads
+    assert [(field.content_bytes, field.block_stride_bytes) for field in layer.fields] == [(4 * 32 * 32 * 4,) * 2]
+    assert layer.fields[0].opaque == "ROCM_ATTN::torch.float32:32:32:32:NONE:4x32:123"
+
+
+def test_a_block_with_gaps_whose_heads_are_not_known_is_refused() -> None:
+    config = cache_config(KVCacheGroupSpec(["a"], full(num_kv_heads=2)))
+    tensor = torch.zeros(8, 4, 32, 64)[..., :32]
+    with pytest.raises(UnsupportedCache, match="layer a: heads can't be told apart in ROCM_ATTN"):
         specs.cache_layout(vllm_config(), config, {"a": tensor}, {"a": Backend("ROCM_ATTN")}, tp_rank=0)
 
 
@@ -160,14 +249,3 @@ def test_heads_that_do_not_add_up_are_refused() -> None:
     (tensor,) = views(1, (8, 2, 32, 64))
     with pytest.raises(UnsupportedCache, match="2 KV heads on this rank"):
         specs.cache_layout(vllm_config(1, 8), config, {"a": tensor}, {"a": CPU}, tp_rank=0)
-
-
-def test_windows_tell_which_blocks_are_behind() -> None:
-    window = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=256)
-    config = cache_config(KVCacheGroupSpec(["a"], full()), KVCacheGroupSpec(["b"], window))
-    assert specs.windows(config) == (None, Window(256, 16))
-    # Of 63 blocks, token 1007 looks at tokens 752 to 1007: the last 16. Token 1006 looks at one block more.
-    assert Window(256, 16).blocks_behind(1007) == 47
-    assert Window(256, 16).blocks_behind(1006) == 46
-    assert Window(256, 16).blocks_behind(255) == 0
-    assert Window(256, 16).blocks_behind(271) == 1

@@ -19,9 +19,10 @@ from agent_engines import BLOCK, HEAD, LAYERS, Engine, Engines, eventually, requ
 from kvferry import records
 from kvferry.control.addresses import host_id
 from kvferry.records import EngineRecord
-from kvferry.vllm import config, specs
+from kvferry.vllm import attention, config, specs
+from kvferry.vllm.attention import Backend
+from kvferry.vllm.groups import UnsupportedCache
 from kvferry.vllm.metadata import StepMetadata
-from kvferry.vllm.specs import Backend
 from kvferry.vllm.worker import WorkerSide
 
 NUM_BLOCKS, HEADS = 16, 4
@@ -38,7 +39,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerSide]:
     """One worker of a TP 1 engine with the caches of the `agent` tests; vLLM's process groups are not started."""
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(parallel_state, "get_pp_group", lambda: SimpleNamespace(rank_in_group=0))
-    monkeypatch.setattr(specs, "backends_of", lambda *_: dict.fromkeys(NAMES, Backend("FLASH_ATTN")))
+    monkeypatch.setattr(attention, "backends_of", lambda *_: dict.fromkeys(NAMES, Backend("FLASH_ATTN")))
     monkeypatch.setattr(specs, "fingerprint", lambda *_: {"model": "m"})
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD, dtype=torch.float32)
     cache_config = KVCacheConfig(
@@ -47,7 +48,12 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerSide]:
         kv_cache_groups=[KVCacheGroupSpec(NAMES, spec)],
     )
     vllm_config = SimpleNamespace(
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            prefill_context_parallel_size=1,
+            decode_context_parallel_size=1,
+        ),
         model_config=SimpleNamespace(get_total_num_kv_heads=lambda: HEADS),
     )
     half = WorkerSide(vllm_config, cache_config, config.parse({"model_id": "m", "transports": ["local"]}))
@@ -178,6 +184,6 @@ def test_peers_read_the_memory_that_is_registered_now(worker: WorkerSide, steps:
 
 
 def test_a_cache_that_cannot_be_moved_ends_the_start(worker: WorkerSide) -> None:
-    short = {name: tensor[:, :2] for name, tensor in kv_caches().items()}
-    with pytest.raises(specs.UnsupportedCache, match="2 head slots"):
+    short = {name: tensor[..., :HEAD] for name, tensor in kv_caches().items()}
+    with pytest.raises(UnsupportedCache, match="its blocks have gaps"):
         worker.register_kv_caches(short)

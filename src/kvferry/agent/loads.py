@@ -13,6 +13,7 @@ class LoadRequest(msgspec.Struct, frozen=True):
     load_id: unique per attempt; claim_id: this request's claim on the producer's transfer.
     address, key_id: of the producer's rendezvous.
     num_tokens: what the producer offers and the digest covers. [first_token, end_token): what is missing here.
+    window_starts: per KV cache group, the first token that is still looked at when the load has ended.
     consumer_block_ids, producer_block_ids: per KV cache group, by token position; -1 where nothing is to be
       loaded (a null placeholder, or there already).
     refused: not empty when the load must fail at once, with this reason.
@@ -31,6 +32,7 @@ class LoadRequest(msgspec.Struct, frozen=True):
     producer_block_ids: tuple[tuple[int, ...], ...]
     digest: bytes
     blocks_digest: bytes
+    window_starts: tuple[int, ...] = ()
     refused: str = ""
 
 

@@ -39,10 +39,11 @@ class Producer(NamedTuple):
 
 
 class Side(NamedTuple):
-    """This worker, as compared with producers. Transports are in order of preference."""
+    """This worker, as compared with producers: its place among the ranks with the same layers, and all that must fit.
+    Transports are in order of preference."""
 
-    rank: int
-    num_ranks: int
+    tp_rank: int
+    tp_size: int
     layout: CacheLayout
     fingerprint: Mapping[str, str]
     group_kinds: tuple[str, ...]
@@ -53,7 +54,7 @@ def shake_hands(side: Side, record: EngineRecord, address: str) -> Producer:
     """Compares, plans, proves and connects. Raises Refusal or TransportError that names what does not fit."""
     addresses.check_reachable(address, record.host_id)
     compare(dict(side.fingerprint), side.group_kinds, record)
-    shares = sources(side.layout, side.rank, side.num_ranks, record.layouts)
+    shares = sources(side.layout, side.tp_rank, side.tp_size, record.layouts)
     planned: list[PlannedSource] = []
     plans = [compile(side.layout, record.layouts[share.producer_rank], share) for share in shares]
     prove_shares(side.layout, [(share, record.layouts[share.producer_rank]) for share in shares])
@@ -103,7 +104,8 @@ def bind(producer: Producer, load: LoadRequest) -> tuple[list[Source], int, int]
     bound: list[Source] = []
     num_bytes = num_descriptors = 0
     for source in producer.sources:
-        plan = source.plan.bind(consumer_tables, producer_tables, load.first_token, load.end_token)
+        tokens = (load.first_token, load.end_token, load.window_starts)
+        plan = source.plan.bind(consumer_tables, producer_tables, *tokens)
         if plan.num_descriptors:
             batches = tuple(_as_read(batch) for batch in plan.batches)
             bound.append(Source(source.transport, source.peer, source.worker.control_address, batches))

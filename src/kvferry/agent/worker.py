@@ -57,7 +57,10 @@ class _Unacknowledged(NamedTuple):
 
 
 class WorkerAgent(AgentLoop):
-    """Moves this worker's KV. `load`, `cancel`, `collect` and `record` are for the worker's main thread."""
+    """Moves this worker's KV. `load`, `cancel`, `collect` and `record` are for the worker's main thread.
+
+    num_ranks: workers of the engine; tp_size: those with the same layers, None if that is all of them.
+    """
 
     def __init__(
         self,
@@ -66,6 +69,7 @@ class WorkerAgent(AgentLoop):
         pp_rank: int,
         tp_rank: int,
         num_ranks: int,
+        tp_size: int | None = None,
         endpoint: Endpoint,
         make_transports: Callable[[], Sequence[Transport]],
         layout: CacheLayout,
@@ -78,7 +82,8 @@ class WorkerAgent(AgentLoop):
         self._pp_rank = pp_rank
         self._tp_rank = tp_rank
         self._make_transports = make_transports
-        self._side = Side(rank, num_ranks, layout, fingerprint, group_kinds, ())
+        self._num_ranks = num_ranks
+        self._side = Side(tp_rank, num_ranks if tp_size is None else tp_size, layout, fingerprint, group_kinds, ())
         self._leases = leases
         self._loader: machine.Loader | None = None
         self._incarnation = ""
@@ -209,7 +214,7 @@ class WorkerAgent(AgentLoop):
         if self._loader is None:
             self._incarnation = incarnation
             self._rendezvous = rendezvous
-            self._loader = machine.Loader(engine_id, incarnation, self._rank, self._side.num_ranks, self._leases)
+            self._loader = machine.Loader(engine_id, incarnation, self._rank, self._num_ranks, self._leases)
 
     # The machine: events in, actions out.
 

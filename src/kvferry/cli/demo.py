@@ -186,6 +186,14 @@ def show(rows: Sequence[Row], console: Console) -> None:
     console.print(summary(rows), markup=False, highlight=False)
 
 
+def require_writable(file: Path) -> None:
+    """Raises Problem if the file can't be written; known before servers start, the demo is not run for nothing."""
+    try:
+        file.open("a").close()
+    except OSError as error:
+        raise Problem(f"--json {file} can't be written: {error.strerror}") from None
+
+
 def write_json(file: Path, content: dict[str, Any]) -> None:
     """Raises Problem if the file can't be written."""
     try:

@@ -1,4 +1,4 @@
-"""The command line: `kvferry demo`, `kvferry up`, `kvferry doctor`. Heavy imports wait until a command runs."""
+"""The command line: `kvferry demo`, `up`, `plan`, `doctor`. Heavy imports wait until a command runs."""
 
 from __future__ import annotations
 
@@ -84,6 +84,8 @@ def demo(
     console = _console()
     with _ended_well(console), _reporter(console) as reporter:
         _check_options(transport, port)
+        if json_file is not None:
+            demonstration.require_writable(json_file)
         directory = _model(model, (tp_prefill, tp_decode), reporter)
         with _cluster(directory, tp_prefill, tp_decode, transport, policy, port, reporter) as cluster:
             rows = demonstration.run(cluster, CHUNK_TOKENS, reporter)
@@ -112,6 +114,48 @@ def up(
         directory = _model(model, (tp_prefill, tp_decode), reporter)
         with _cluster(directory, tp_prefill, tp_decode, transport, policy, port, reporter) as cluster:
             serve.until_stopped(cluster, reporter)
+
+
+SideText = "[CONFIG,]KEY=VALUE,...: tp, pp, pp_layers (10+22), dp, block, layout, dtype, blocks, conv, ssm, model."
+
+
+@app.command()
+def plan(
+    model: Annotated[Path | None, typer.Option("--model", help="config.json, or its directory, of both sides.")] = None,
+    producer: Annotated[str, typer.Option("--producer", metavar="SIDE", help=f"The prefill side. {SideText}")] = "",
+    consumer: Annotated[str, typer.Option("--consumer", metavar="SIDE", help="The decode side, likewise.")] = "",
+    tokens: Annotated[
+        str | None, typer.Option("--tokens", metavar="N", help="Tokens of the request, or FIRST:END. Default: 1024.")
+    ] = None,
+    block_ids: Annotated[
+        str | None,
+        typer.Option(
+            "--block-ids",
+            metavar="CONSUMER:PRODUCER",
+            help="Its blocks, a list for each KV cache group: [[1,2,7]]:[[4,5,9]]. Lists every descriptor.",
+        ),
+    ] = None,
+    descriptors: Annotated[bool, typer.Option("--descriptors", help="List every descriptor.")] = False,
+    case: Annotated[
+        Path | None, typer.Option("--case", help="Layouts written out as JSON, as in tests/cases/plan.json.")
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Only the cases with this name, or this in it.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    svg: Annotated[Path | None, typer.Option("--svg", help="Draw the plan into this file.")] = None,
+) -> None:
+    """Show what would move between two engines: which ranks, layers and heads, in how many descriptors.
+
+    Nothing is started and no GPU is needed: a model's config.json and both sides' settings are enough, such as
+    --model config.json --producer tp=2,block=64 --consumer tp=4,layout=NHD. What is left out is as in vLLM. The status
+    is 1 if the two sides could not exchange their cache, and the reason is printed.
+    """
+    from kvferry.cli.plan.command import Options, run
+
+    console = _console()
+    options = Options(consumer, producer, model, case, name, tokens, block_ids, descriptors, as_json, svg)
+    with _ended_well(console):
+        status = run(options, console)
+    raise typer.Exit(status)
 
 
 @app.command()

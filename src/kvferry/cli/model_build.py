@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-BYTE_TOKENS = 256
+from kvferry.cli.tiny_models import BYTE_TOKENS, tiny_config
+
 BOS, EOS = "<bos>", "<eos>"
 
 # Random weights give nearly flat attention, and then the text hardly depends on the cache. Larger projections cure it.
@@ -20,43 +21,6 @@ MATRIX_SCALE = 4.0
 HEAD_SCALE = 3.0
 QUERY_KEY_NAMES = ("q_proj", "k_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 UNSCALED_NAMES = ("embed", "conv", "A_log")
-
-
-def tiny_config(kind: str) -> Any:
-    """The transformers configuration of a tiny model of `kind`; ValueError for a kind that is not known."""
-    import transformers as tf
-
-    vocabulary = {
-        "vocab_size": BYTE_TOKENS + 2,
-        "bos_token_id": BYTE_TOKENS,
-        "eos_token_id": BYTE_TOKENS + 1,
-        "pad_token_id": BYTE_TOKENS + 1,
-        "max_position_embeddings": 4096,
-    }
-    heads = {
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 32,
-    }
-    window = {"sliding_window": 64}
-    if kind == "llama":
-        return tf.LlamaConfig(**vocabulary, **heads, num_hidden_layers=4)
-    if kind == "gemma3":
-        return tf.Gemma3TextConfig(
-            **vocabulary,
-            **heads,
-            **window,
-            num_hidden_layers=6,
-            layer_types=(["sliding_attention"] * 2 + ["full_attention"]) * 2,
-            query_pre_attn_scalar=32,
-        )
-    if kind == "gemma2":
-        return tf.Gemma2Config(**vocabulary, **heads, **window, num_hidden_layers=4, query_pre_attn_scalar=32)
-    if kind == "mistral":
-        return tf.MistralConfig(**vocabulary, **heads, **window, num_hidden_layers=4)
-    raise ValueError(f"kind: {kind!r} is not one of llama, gemma3, gemma2, mistral")
 
 
 def byte_tokenizer() -> Any:

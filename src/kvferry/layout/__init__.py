@@ -6,6 +6,9 @@ whether a layout is sound. Nothing here knows torch or vLLM.
 
 from kvferry.layout.builders import (
     PHYSICAL_ORDERS,
+    STATE_TAG,
+    STATE_TOKENS,
+    Channels,
     PlaneOrder,
     Spec,
     cpu_tiles,
@@ -13,15 +16,18 @@ from kvferry.layout.builders import (
     fused,
     interleaved,
     key_only,
+    opaque_cells,
     opaque_tiles,
     physical_strides,
     separated,
+    state,
     with_kernel_blocks,
 )
 from kvferry.layout.check import check
 from kvferry.layout.structs import (
     Axis,
     CacheLayout,
+    Context,
     Dim,
     Field,
     Heads,
@@ -34,8 +40,12 @@ from kvferry.layout.structs import (
 
 __all__ = [
     "PHYSICAL_ORDERS",
+    "STATE_TAG",
+    "STATE_TOKENS",
     "Axis",
     "CacheLayout",
+    "Channels",
+    "Context",
     "Dim",
     "Field",
     "Heads",
@@ -52,8 +62,10 @@ __all__ = [
     "interleaved",
     "key_only",
     "offset_bytes",
+    "opaque_cells",
     "opaque_tiles",
     "physical_strides",
     "separated",
+    "state",
     "with_kernel_blocks",
 ]

@@ -112,6 +112,72 @@ def opaque_tiles(shape: Sequence[int], strides_bytes: Sequence[int], tag: str) -
     return (Field("tile", 0, block_stride, axes, tile_bytes, tag),)
 
 
+def opaque_cells(shape: Sequence[int], strides_bytes: Sequence[int], tag: str) -> tuple[Field, ...]:
+    """[B, H, N, C] where each (token, head) is a cell that is known only as a whole: quantised data with its scales.
+
+    The tag says all that the cell's bytes depend on. Raises LayoutError if cells overlap or the tag is empty.
+    """
+    _, num_heads, block_size, content = _four("shape", shape)
+    block_stride, head_stride, token_stride, itemsize = _four("strides_bytes", strides_bytes)
+    cell_bytes = content * itemsize
+    if not tag:
+        raise LayoutError("tag: an opaque cell needs one, or no peer could be told apart")
+    if min(token_stride, head_stride) < cell_bytes:
+        raise LayoutError(
+            f"strides_bytes: cells of {cell_bytes} bytes are {min(token_stride, head_stride)} bytes apart"
+        )
+    outer = (Axis("head", num_heads, 1, head_stride), Axis("token", block_size, 1, token_stride))
+    axes = (*_outermost_first(outer), Axis("content", cell_bytes, 1, 1))
+    return (Field("cell", 0, block_stride, axes, cell_bytes, tag),)
+
+
+STATE_TOKENS = 1 << 40
+"""Block size of a state: more tokens than any request has, so that its block table has one entry, the slot."""
+
+STATE_TAG = "state"
+"""Marks a state's field as one tile of all tokens, which moves whole."""
+
+
+class Channels(msgspec.Struct, frozen=True):
+    """A part of a recurrent state on one rank, in elements: `num_shards` shards of `num_channels` channels, each with
+    `num_steps` values (of a convolution's window; 1 where there is no such axis).
+
+    first_channel: where in its tensor the part begins. steps_outermost: the tensor is [steps, channels] (vLLM's SD)
+    instead of [channels, steps] (DS); all_channels: the channels of the whole tensor, which is then the step's stride.
+    """
+
+    num_shards: int
+    num_channels: int
+    num_steps: int = 1
+    first_channel: int = 0
+    steps_outermost: bool = False
+    all_channels: int = 0
+
+
+def state(name: str, part: Channels, itemsize: int, base_bytes: int, slot_stride_bytes: int) -> tuple[Field, ...]:
+    """One part of the state of a mamba, GDN, KDA or short convolution layer; its shards are the head axis.
+
+    base_bytes: where the tensor begins in its slot. The content of a shard is [channels, steps, bytes] in either order
+    of memory, so both orders pair.
+    """
+    step = part.all_channels * itemsize if part.steps_outermost else itemsize
+    channel = itemsize if part.steps_outermost else part.num_steps * itemsize
+    if part.steps_outermost and part.all_channels < part.first_channel + part.num_shards * part.num_channels:
+        raise LayoutError(f"all_channels: {part.all_channels} do not hold the part {part}")
+    content_bytes = part.num_channels * part.num_steps * itemsize
+    axes = [Axis("head", part.num_shards, 1, part.num_channels * channel), Axis("token", 1, STATE_TOKENS, 0)]
+    if part.steps_outermost:
+        axes += [
+            Axis("content", part.num_steps, itemsize, step),
+            Axis("content", part.num_channels, part.num_steps * itemsize, channel),
+            Axis("content", itemsize, 1, 1),
+        ]
+    else:
+        axes.append(Axis("content", content_bytes, 1, 1))
+    base = base_bytes + part.first_channel * channel
+    return (Field(name, base, slot_stride_bytes, tuple(axes), content_bytes, STATE_TAG),)
+
+
 def with_kernel_blocks(fields: Iterable[Field], kernel_block_size: int, block_size: int) -> tuple[Field, ...]:
     """Fields of a tensor counted in kernel blocks, as fields of blocks: block b is the kernel blocks b*r to b*r + r-1.
 

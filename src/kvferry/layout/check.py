@@ -42,6 +42,8 @@ def check(layout: CacheLayout) -> None:
     - every address of every block is inside the layer's region,
     - no two of (field, block, token, head, content byte) share an address,
     - only opaque fields have a tile, and they have a tag,
+    - the context is one of its ranks, deals whole runs into each block, and runs and token axes (and tiles) can be cut
+      at one another,
 
     and unless names are unique and the layers of one group agree in their block size.
     What would be expensive to look at is refused by name, see MAX_RUNS and the other bounds.
@@ -98,7 +100,7 @@ class _Examined:
 
 def _geometry(layer: Layer) -> object:
     """All of a layer that decides whether its fields are sound."""
-    return layer.fields, layer.num_blocks, layer.block_size, layer.heads.count
+    return layer.fields, layer.num_blocks, layer.block_size, layer.heads.count, layer.context
 
 
 def _check_layer(layout: CacheLayout, layer: Layer, examined: _Examined) -> None:
@@ -119,6 +121,7 @@ def _check_layer(layout: CacheLayout, layer: Layer, examined: _Examined) -> None
         raise LayoutError(
             f"{where}: heads {layer.heads.start} to {layer.heads.start + layer.heads.count} of {layer.heads.total}"
         )
+    _check_context(where, layer)
     if not layer.fields:
         raise LayoutError(f"{where}: fields: none")
     _few(f"{where}: fields", len(layer.fields), MAX_FIELDS)
@@ -133,6 +136,18 @@ def _check_layer(layout: CacheLayout, layer: Layer, examined: _Examined) -> None
     examined.prove_disjoint(where, layer)
 
 
+def _check_context(where: str, layer: Layer) -> None:
+    context = layer.context
+    _bounded(where, "context.size", context.size, 1)
+    _bounded(where, "context.interleave", context.interleave, 1)
+    _bounded(where, "context.rank", context.rank, 0, context.size - 1)
+    if not context.is_whole and layer.block_size % context.period:
+        raise LayoutError(
+            f"{where}: block_size {layer.block_size} is not a multiple of context.size {context.size}"
+            f" times context.interleave {context.interleave}"
+        )
+
+
 def _check_field(where: str, layer: Layer, field: Field) -> int:
     """Check one field; returns the offset just behind its last byte, from the layer's base."""
     _bounded(where, "base_bytes", field.base_bytes, 0)
@@ -145,9 +160,14 @@ def _check_field(where: str, layer: Layer, field: Field) -> int:
             _bounded(where, f"{axis.dim} axis {name}", value, least)
     if field.opaque == "":
         raise LayoutError(f"{where}: opaque: the tag is empty")
-    _digits(where, field.axes, "token", layer.block_size, tile=field.opaque is not None)
+    _digits(where, field.axes, "token", layer.block_size // layer.context.size, tile=field.opaque is not None)
     _digits(where, field.axes, "head", layer.heads.count)
     _digits(where, field.axes, "content", field.content_bytes)
+    if not layer.context.is_whole and not _can_be_cut(field.axes, layer.context.interleave):
+        steps = sorted(axis.step for axis in field.axes if axis.dim == "token")
+        raise LayoutError(
+            f"{where}: token axes of steps {steps} cannot be cut at context.interleave {layer.context.interleave}"
+        )
     reach = sum((axis.size - 1) * axis.stride_bytes for axis in field.axes)
     return field.base_bytes + (layer.num_blocks - 1) * field.block_stride_bytes + reach + 1
 
@@ -162,6 +182,22 @@ def _digits(where: str, axes: Iterable[Axis], dim: Dim, extent: int, tile: bool 
         covered *= size
     if covered != extent:
         raise LayoutError(f"{where}: {dim} axes cover {covered}, the layer has {extent}")
+
+
+def _can_be_cut(axes: Iterable[Axis], interleave: int) -> bool:
+    """Whether runs of `interleave` tokens are whole tiles and end at or inside a digit, or whole runs fill a tile."""
+    digits = sorted((axis.step, axis.size) for axis in axes if axis.dim == "token")
+    tile = digits[0][0] if digits else 1
+    if tile % interleave == 0:
+        return True
+    run, odd = divmod(interleave, tile)
+    if odd:
+        return False
+    for _, size in digits:
+        if run % size:
+            return size % run == 0
+        run //= size
+    return True
 
 
 def _bounded(where: str, name: str, value: int, least: int, most: int = MAX_BYTES) -> None:

@@ -10,13 +10,15 @@ Structs here are plain data that travels in handshakes, so they know nothing of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import gcd
 from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-Index = TypeVar("Index", int, "npt.NDArray[np.int64]")
+Ints = npt.NDArray[np.int64]
+Index = TypeVar("Index", int, Ints)
 
 Dim = Literal["token", "head", "content"]
 """A dimension inside a block. token: position in the block; head: KV head of this rank's shard, from 0;
@@ -67,11 +69,57 @@ class Heads(msgspec.Struct, frozen=True):
     total: int
 
 
+class Context(msgspec.Struct, frozen=True, order=True):
+    """Which tokens of a layer a context parallel rank holds: those t with (t // interleave) % size == rank.
+
+    So the ranks are dealt tokens in runs of `interleave`, and each keeps its own side by side in its blocks. Size 1
+    holds all tokens, whatever the interleave.
+    """
+
+    rank: int = 0
+    size: int = 1
+    interleave: int = 1
+
+    @property
+    def is_whole(self) -> bool:
+        return self.size == 1
+
+    @property
+    def period(self) -> int:
+        """Tokens after which the ranks are dealt alike."""
+        return self.size * self.interleave
+
+    def holds(self, tokens: Ints) -> npt.NDArray[np.bool_]:
+        """Whether this rank has each token."""
+        held: npt.NDArray[np.bool_] = tokens // self.interleave % self.size == self.rank
+        return held
+
+    def local(self, tokens: Ints) -> Ints:
+        """The number of each token, which this rank must hold, among those that it holds."""
+        if self.is_whole:
+            return tokens
+        return tokens // self.period * self.interleave + tokens % self.interleave
+
+    def overlaps(self, other: Context) -> bool:
+        """Whether some token is held by both. Sizes and interleaves must be positive.
+
+        By the Chinese remainder theorem a token that lies at u in one period and at v in the other exists if and only
+        if u and v are equal modulo the gcd of the periods. So the two runs are compared on a circle of that length.
+        """
+        if self.is_whole or other.is_whole:
+            return True
+        circle = gcd(self.period, other.period)
+        ahead = (other.rank * other.interleave - self.rank * self.interleave) % circle
+        return ahead < self.interleave or (circle - ahead) % circle < other.interleave
+
+
 class Layer(msgspec.Struct, frozen=True):
     """One layer's cache on one worker.
 
     group: index of its KV cache group, that is of its block table.
     region, base_bytes: the registered region it lies in, and where in it the layer begins.
+    block_size: tokens of a block, over all ranks of the context; fields hold block_size / context.size of them.
+    scales: of a quantised cache whose scales lie outside it, such as "k=0.5 v=1.0"; else empty.
     """
 
     name: str
@@ -83,6 +131,8 @@ class Layer(msgspec.Struct, frozen=True):
     dtype: str
     heads: Heads
     fields: tuple[Field, ...]
+    context: Context = Context()
+    scales: str = ""
 
 
 class Region(msgspec.Struct, frozen=True):
@@ -122,5 +172,6 @@ def offset_bytes(axes: Sequence[Axis], dim: Dim, index: Index) -> Index:
     total = index * 0
     for axis in axes:
         if axis.dim == dim:
-            total = total + index // axis.step % axis.size * axis.stride_bytes
+            digit = index if axis.step == 1 else index // axis.step
+            total = total + digit % axis.size * axis.stride_bytes
     return total

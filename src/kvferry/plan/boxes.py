@@ -20,10 +20,14 @@ Ints = npt.NDArray[np.int64]
 
 
 class Digit(NamedTuple):
-    """One digit of a coordinate on one side: `size` values, `stride` bytes apart."""
+    """One digit of a coordinate on one side: `size` values, `stride` bytes apart.
+
+    only: None, or the one value that this side has; coordinates with another are elsewhere. Its stride is 0.
+    """
 
     size: int
     stride: int
+    only: int | None = None
 
 
 Digits = tuple[Digit, ...]
@@ -69,6 +73,14 @@ POINT = Box(0, 0, (), 1)
 """The one pair (0, 0): what `times` leaves alone."""
 
 
+class Common(NamedTuple):
+    """A digit that two numbers have in common: its size, and as at most one box the pairs of addresses of those values
+    that both sides have."""
+
+    size: int
+    boxes: tuple[Box, ...]
+
+
 def digits(axes: Iterable[Axis], dim: Dim) -> Digits:
     """The axes of one dimension, innermost first, without those that have only one value."""
     inner_first = sorted((axis for axis in axes if axis.dim == dim and axis.size > 1), key=lambda axis: axis.step)
@@ -78,66 +90,114 @@ def digits(axes: Iterable[Axis], dim: Dim) -> Digits:
 def address(number: Digits, index: Ints) -> Ints:
     """What each index adds to an address."""
     total = np.zeros_like(index)
-    for size, stride in number:
+    for size, stride, _ in number:
         total += index % size * stride
         index = index // size
     return total
 
 
+def held(number: Digits, index: Ints) -> npt.NDArray[np.bool_]:
+    """Whether this side has each index."""
+    found = np.ones(len(index), np.bool_)
+    for size, _, only in number:
+        if only is not None:
+            found &= index % size == only
+        index = index // size
+    return found
+
+
 def above(number: Digits, unit: int) -> Digits:
-    """The digits that count whole units: address(above(d, unit), i) == address(d, i * unit). Unit must be aligned."""
+    """The digits that count whole units: address(above(d, unit), i) == address(d, i * unit). Unit must be aligned.
+
+    And held(above(d, unit), i) if and only if some index of the i-th unit is held.
+    """
     rest: list[Digit] = []
-    for size, stride in number:
-        inside = gcd(size, unit)
+    for digit in number:
+        inside = gcd(digit.size, unit)
         unit //= inside
-        if inside < size:
-            rest.append(Digit(size // inside, stride * inside))
+        if inside < digit.size:
+            rest.append(_without(digit, inside))
     return tuple(rest)
 
 
-def refine(consumer: Digits, producer: Digits, limit: int = 0) -> tuple[Loop, ...]:
+def below(number: Digits, unit: int) -> Digits:
+    """The digits inside one unit: address(below(d, unit), i) == address(d, i) for i < unit. Unit must be aligned."""
+    rest: list[Digit] = []
+    for digit in number:
+        inside = gcd(digit.size, unit)
+        unit //= inside
+        if inside > 1:
+            rest.append(digit._replace(size=inside, only=None if digit.only is None else digit.only % inside))
+    return tuple(rest)
+
+
+def _without(digit: Digit, size: int) -> Digit:
+    """What is left of a digit above its innermost `size` values."""
+    return Digit(digit.size // size, digit.stride * size, None if digit.only is None else digit.only // size)
+
+
+def refine(consumer: Digits, producer: Digits, limit: int = 0) -> tuple[Common, ...]:
     """The innermost digits that two numbers have in common, innermost first; `limit` (0: none) bounds their product.
 
     With U the product of the sizes: U divides both extents, and the limit if there is one; both numbers are cut at U
-    (a digit ends there, or is cut in two); and below U the loops give index i the address that each side gives it.
+    (a digit ends there, or is cut in two); and below U the product of the boxes has the pairs of addresses of every
+    index that both sides have.
     """
-    loops: list[Loop] = []
+    found: list[Common] = []
     left, right = list(consumer), list(producer)
     while left and right:
         size = gcd(left[0].size, right[0].size, limit)
         if size == 1:
             break
-        loops.append(Loop(size, left[0].stride, right[0].stride))
+        found.append(Common(size, _both(size, left[0], right[0])))
         limit //= size
         _advance(left, size)
         _advance(right, size)
         if limit == 1:
             break
-    return tuple(loops)
+    return tuple(found)
+
+
+def _both(size: int, consumer: Digit, producer: Digit) -> tuple[Box, ...]:
+    """The innermost `size` values of two digits, where both have them."""
+    values = {digit.only % size for digit in (consumer, producer) if digit.only is not None}
+    if not values:
+        return (Box(0, 0, (Loop(size, consumer.stride, producer.stride),), 1),)
+    if len(values) > 1:
+        return ()
+    (value,) = values
+    return (Box(value * consumer.stride, value * producer.stride, (), 1),)
 
 
 def _advance(number: list[Digit], size: int) -> None:
     digit = number.pop(0)
     if digit.size > size:
-        number.insert(0, Digit(digit.size // size, digit.stride * size))
+        number.insert(0, _without(digit, size))
 
 
 def pair(consumer: Digits, producer: Digits, consumer_start: int, producer_start: int, count: int) -> tuple[Box, ...]:
-    """The pairs of addresses of `count` coordinates, which start at another index on each side.
+    """The pairs of addresses of those of `count` coordinates that both sides have; they start elsewhere on each side.
 
     The union of the boxes is {(address(consumer, consumer_start + i), address(producer, producer_start + i))}: the
     common digits as loops, what is above them index by index, where neighbours that are evenly spaced on both sides
     are a loop again.
     """
-    loops = refine(consumer, producer, gcd(consumer_start, producer_start, count))
-    unit = prod(loop.size for loop in loops)
-    index = np.arange(0, count, unit, dtype=np.int64)
-    consumer_offsets = address(consumer, consumer_start + index).tolist()
-    producer_offsets = address(producer, producer_start + index).tolist()
-    return tuple(
-        Box(c, p, (*loops, outer) if outer.size > 1 else loops, 1)
-        for c, p, outer in _progressions(list(zip(consumer_offsets, producer_offsets, strict=True)))
-    )
+    common = refine(consumer, producer, gcd(consumer_start, producer_start, count))
+    inner: tuple[Box, ...] = (POINT,)
+    for one in common:
+        inner = times(inner, one.boxes)
+    unit = prod(one.size for one in common)
+    steps = np.arange(count // unit, dtype=np.int64)
+    left, right = consumer_start // unit + steps, producer_start // unit + steps
+    points = _points(above(consumer, unit), left, above(producer, unit), right)
+    outer = [Box(c, p, (loop,) if loop.size > 1 else (), 1) for c, p, loop in _progressions(points)]
+    return times(inner, outer)
+
+
+def _points(consumer: Digits, left: Ints, producer: Digits, right: Ints) -> list[tuple[int, int]]:
+    """The pairs of addresses of those indices that both sides have."""
+    both = held(consumer, left) & held(producer, right)
+    return list(zip(address(consumer, left[both]).tolist(), address(producer, right[both]).tolist(), strict=True))
 
 
 def _progressions(points: list[tuple[int, int]]) -> Iterable[tuple[int, int, Loop]]:

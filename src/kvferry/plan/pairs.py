@@ -9,10 +9,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.layout import CacheLayout, Field, Layer, LayoutError, Refusal, check
+from kvferry.layout import CacheLayout, Context, Field, Layer, LayoutError, Refusal, check
 from kvferry.plan.proof import NOTHING, ClaimKey, Claims, Sums, prove, sums_of_point, token_walk, walk_rest
 from kvferry.plan.request import BlockTable, Chunks, Group, TransferPlan, bind_unit, match, place
-from kvferry.plan.units import FieldPair, Placement, Unit, common_chunk, pair_fields, tile_tokens
+from kvferry.plan.units import (
+    FieldPair,
+    Placement,
+    Selection,
+    Unit,
+    common_chunk,
+    pair_fields,
+    select,
+    span_tokens,
+    spans_runs,
+    tile_tokens,
+)
 from kvferry.topology import Share
 
 
@@ -37,36 +48,49 @@ class PairPlan:
         producer_tables: Sequence[BlockTable],
         first_token: int,
         end_token: int,
+        window_starts: Sequence[int] = (),
     ) -> TransferPlan:
         """The descriptors of one request: the tokens [first_token, end_token) where the consumer has a block.
 
-        Tables: one per KV cache group of the model, on each side. Raises Refusal where they do not fit the layouts
-        or one another, and Unproven (a Refusal) if the plan does not pass its proof; then nothing may move.
+        Tables: one per KV cache group of the model, on each side. window_starts: by group, the first token that is
+        still looked at; what lies before it is left out, but for the rest of its chunk. Raises Refusal where tables do
+        not fit the layouts or one another, and Unproven (a Refusal) if the plan does not pass its proof; then nothing
+        may move.
         """
         if not 0 <= first_token <= end_token:
             raise Refusal("tokens", f"first_token {first_token}", f"end_token {end_token}")
         _check_groups(self.groups, consumer_tables, producer_tables)
         if first_token == end_token:
-            return TransferPlan((), 0, 0, (end_token,) * len(self.units))
+            return TransferPlan((), 0, 0, (end_token,) * len(self.units), (first_token,) * len(self.units))
         consumer_ids = [np.asarray(table.block_ids, dtype=np.int64) for table in consumer_tables]
         producer_ids = [np.asarray(table.block_ids, dtype=np.int64) for table in producer_tables]
-        matched: dict[tuple[int, int], Chunks] = {}
+        starts = tuple(_first_token(unit, first_token, window_starts) for unit in self.units)
+        matched: dict[tuple[int, int, Selection], Chunks] = {}
         bound = []
-        for unit in self.units:
-            key = (unit.group, unit.chunk_tokens)
+        for unit, start in zip(self.units, starts, strict=True):
+            key = (unit.group, unit.chunk_tokens, unit.selection)
             if key not in matched:
                 group, ids = self.groups[unit.group], (consumer_ids[unit.group], producer_ids[unit.group])
-                matched[key] = match(group, unit.chunk_tokens, *ids, first_token, end_token)
-            bound.append(bind_unit(unit, matched[key], first_token, end_token))
+                matched[key] = match(group, unit.chunk_tokens, *ids, start, end_token, unit.selection)
+            bound.append(bind_unit(unit, matched[key], start, end_token))
         batches = place(self.placements, [one.runs for one in bound])
         plan = TransferPlan(
             batches=batches,
             num_bytes=sum(int(batch.lengths.sum()) for batch in batches),
             required_bytes=sum(bound[placement.unit].required_bytes for placement in self.placements),
             stops=tuple(one.stop for one in bound),
+            starts=starts,
         )
-        prove(self.claims, self.region_bytes, (consumer_ids, producer_ids), first_token, plan)
+        prove(self.claims, self.region_bytes, (consumer_ids, producer_ids), first_token, plan, window_starts)
         return plan
+
+
+def _first_token(unit: Unit, first_token: int, window_starts: Sequence[int]) -> int:
+    """Where a unit begins. Of a window's first chunk all moves: a chunk is part of one block on either side, so both
+    have it, and a cut inside it could cost many descriptors."""
+    if not window_starts:
+        return first_token
+    return max(first_token, window_starts[unit.group] // unit.chunk_tokens * unit.chunk_tokens)
 
 
 def _check_groups(groups: dict[int, Group], consumer: Sequence[BlockTable], producer: Sequence[BlockTable]) -> None:
@@ -88,7 +112,11 @@ class LayerPair(NamedTuple):
     @property
     def geometry(self) -> Hashable:
         """Equal for layers whose fields agree in everything but the base address, on both sides."""
-        return (self.consumer.fields, self.producer.fields, *self[2:])
+        return (self.consumer.fields, self.producer.fields, self.contexts, *self[2:])
+
+    @property
+    def contexts(self) -> tuple[Context, Context]:
+        return self.consumer.context, self.producer.context
 
     @property
     def scope(self) -> tuple[int, int, int]:
@@ -109,7 +137,7 @@ def compile(consumer: CacheLayout, producer: CacheLayout, share: Share) -> PairP
     """Everything about a share that does not depend on a request; only the share's layers are looked at.
 
     Raises Refusal, naming layer, field and both values, if a layout is unsound (`layout.check`) or the two do not mean
-    the same bytes: dtype, heads, groups, fields, content sizes, opaque tags and tiles, shared storage.
+    the same bytes: dtype, scales, heads, contexts, groups, fields, content sizes, opaque tags, tiles, shared storage.
     """
     names = {part.name for part in share.layers}
     consumer, producer = _only(consumer, names), _only(producer, names)
@@ -155,8 +183,8 @@ def _layer_pairs(consumer: CacheLayout, producer: CacheLayout, share: Share) -> 
         if left is None or right is None:
             raise Refusal(f"layer {part.name}", left and left.name, right and right.name)
         _compare(left, right, part.start, part.stop)
-        memory = (left.group, left.region, left.base_bytes, left.fields)
-        source = (right.region, right.base_bytes, right.fields)
+        memory = (left.group, left.region, left.base_bytes, left.fields, left.context)
+        source = (right.region, right.base_bytes, right.fields, right.context)
         first, first_source = seen.setdefault(memory, (part.name, source))
         if first_source != source:
             raise Refusal(f"layers {first} and {part.name}", "one memory", "two")
@@ -170,6 +198,7 @@ def _compare(left: Layer, right: Layer, start: int, stop: int) -> None:
     for name, mine, theirs in (
         ("group", left.group, right.group),
         ("dtype", left.dtype, right.dtype),
+        ("scales", left.scales or "none", right.scales or "none"),
         ("total KV heads", left.heads.total, right.heads.total),
         ("fields", [field.name for field in left.fields], [field.name for field in right.fields]),
     ):
@@ -178,8 +207,11 @@ def _compare(left: Layer, right: Layer, start: int, stop: int) -> None:
     for heads in (left.heads, right.heads):
         if not heads.start <= start < stop <= heads.start + heads.count:
             raise Refusal(f"{where}: heads {start} to {stop} of the share", left.heads, right.heads)
+    if not left.context.overlaps(right.context):
+        raise Refusal(f"{where}: context", left.context, right.context, "they have no token in common")
     for mine_field, their_field in zip(left.fields, right.fields, strict=True):
         _compare_fields(f"{where}, field {mine_field.name}", mine_field, their_field)
+        _compare_runs(f"{where}, field {mine_field.name}", mine_field, left.context, right.context)
 
 
 def _compare_fields(where: str, left: Field, right: Field) -> None:
@@ -189,6 +221,12 @@ def _compare_fields(where: str, left: Field, right: Field) -> None:
         raise Refusal(f"{where}: tile tokens", tile_tokens(left), tile_tokens(right))
     if left.content_bytes != right.content_bytes:
         raise Refusal(f"{where}: content_bytes", left.content_bytes, right.content_bytes)
+
+
+def _compare_runs(where: str, field: Field, left: Context, right: Context) -> None:
+    """A tile that holds several runs of a context cannot be taken apart."""
+    if left != right and (spans_runs(field, left) or spans_runs(field, right)):
+        raise Refusal(f"{where}: context of tiles of {tile_tokens(field)} tokens", left, right, "a tile moves whole")
 
 
 def _groups(pairs: Sequence[LayerPair]) -> dict[int, Group]:
@@ -213,7 +251,7 @@ def _pieces(pairs: Sequence[LayerPair]) -> Iterator[Piece]:
         key = pair.geometry
         if key not in classes:
             both = list(zip(pair.consumer.fields, pair.producer.fields, strict=True))
-            fields = tuple(pair_fields(left, right, *pair[2:]) for left, right in both)
+            fields = tuple(pair_fields(left, right, pair.contexts, *pair[2:]) for left, right in both)
             sums = tuple(walk_rest(left, right, *pair[2:]) for left, right in both)
             classes[key] = Piece(pair, fields, sums, common_chunk(pair.consumer.name, fields))
         yield classes[key]._replace(pair=pair)
@@ -223,7 +261,8 @@ def _chains(pieces: Iterator[Piece]) -> list[list[Piece]]:
     """Layers that touch on both sides, as in a cache that keeps all layers of a block together, form one chain."""
     chains: list[list[Piece]] = []
     for piece in sorted(
-        pieces, key=lambda piece: (piece.pair.scope, piece.chunk_tokens, piece.pair.consumer.base_bytes)
+        pieces,
+        key=lambda piece: (piece.pair.scope, piece.chunk_tokens, piece.pair.contexts, piece.pair.consumer.base_bytes),
     ):
         if chains and _touch(chains[-1][-1], piece):
             chains[-1].append(piece)
@@ -233,7 +272,8 @@ def _chains(pieces: Iterator[Piece]) -> list[list[Piece]]:
 
 
 def _touch(first: Piece, second: Piece) -> bool:
-    if (first.pair.scope, first.chunk_tokens) != (second.pair.scope, second.chunk_tokens):
+    alike = (first.pair.scope, first.chunk_tokens, first.pair.contexts)
+    if alike != (second.pair.scope, second.chunk_tokens, second.pair.contexts):
         return False
     return _join_up(first.chunk_tokens, first.fields, second.fields, _distance(first, second))
 
@@ -271,7 +311,8 @@ def _units(
         key = (group, tuple((piece.pair.geometry, _distance(chain[0], piece)) for piece in chain))
         unit = known.setdefault(key, len(units))
         if unit == len(units):
-            units.append(Unit(group, chain[0].chunk_tokens, _fields(chain)))
+            chunk = chain[0].chunk_tokens
+            units.append(Unit(group, chunk, _fields(chain), select(chain[0].pair.contexts, chunk)))
         bases = chain[0].pair.consumer.base_bytes, chain[0].pair.producer.base_bytes
         first = min(order[piece.pair.consumer.name] for piece in chain)
         placed.append((first, Placement(unit, consumer_region, producer_region, *bases)))
@@ -285,5 +326,5 @@ def _add_claims(claims: Claims, unit: int, piece: Piece) -> None:
     base = sums_of_point(left.base_bytes, right.base_bytes)
     for mine, theirs, rest in zip(left.fields, right.fields, piece.sums, strict=True):
         walks = token_walk(left, mine), token_walk(right, theirs)
-        key = ClaimKey(unit, *piece.pair.scope, tile_tokens(mine), *walks)
+        key = ClaimKey(unit, *piece.pair.scope, span_tokens(mine, left.context), *walks)
         claims[key] = claims.get(key, NOTHING).plus(rest.times(base))

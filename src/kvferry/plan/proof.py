@@ -10,12 +10,15 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from math import gcd, lcm
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import numpy as np
 
-from kvferry.layout import Axis, CacheLayout, Dim, Field, Layer, Refusal, offset_bytes
+from kvferry.layout import Axis, CacheLayout, Context, Dim, Field, Heads, Layer, Refusal, offset_bytes
 from kvferry.plan.boxes import Ints
 from kvferry.topology import Share
 
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 
 MODULUS = 1 << 64
 
-CACHED = 1 << 14
+CACHED = 1 << 15
 """Descriptors taken at a time: their intermediate arrays stay in the processor's cache."""
 
 
@@ -75,28 +78,50 @@ def sums_of_point(consumer: int, producer: int) -> Sums:
 def sums_of_runs(consumer: Ints, producer: Ints, lengths: Ints) -> Sums:
     """Byte by byte: a run of n bytes from c adds n * c + n * (n - 1) / 2 to the sum of consumer addresses."""
     found = NOTHING
-    for at in range(0, len(lengths), CACHED):
-        found = found.plus(_sums_of_few(*(column[at : at + CACHED] for column in (consumer, producer, lengths))))
+    for some in _few(consumer, producer, lengths):
+        found = found.plus(_sums_of_few(*some))
     return found
+
+
+def _few(*columns: Ints) -> Iterator[tuple[Ints, ...]]:
+    """Columns of equal length, some of their rows at a time."""
+    for at in range(0, len(columns[0]), CACHED):
+        yield tuple(column[at : at + CACHED] for column in columns)
 
 
 def _sums_of_few(consumer: Ints, producer: Ints, lengths: Ints) -> Sums:
     n, d = lengths, producer - consumer
+    if int(n.min()) == int(n.max()):
+        return sums_of_points(consumer, producer).times(_sums_of_run(int(n[0])))
     odd = n & 1
     total = n * consumer + (n >> (1 - odd)) * (n - 1 >> odd)  # halves whichever of n and n - 1 is even
     return Sums(int(n.sum()), int(total.sum()), int(np.dot(n, d)), int(np.dot(total, d))).reduced()
 
 
+def _sums_of_run(length: int) -> Sums:
+    """Of the bytes from (0, 0) on, side by side."""
+    return Sums(length, length * (length - 1) // 2, 0, 0).reduced()
+
+
 class TokenWalk(NamedTuple):
-    """The way to a token on one side: its block by the block's id, then the token axes inside."""
+    """The way to a token on one side: its block by the block's id, then the token axes inside.
+
+    block_size: tokens over all ranks of the context.
+    """
 
     block_size: int
     block_stride_bytes: int
     axes: tuple[Axis, ...]
+    context: Context
+
+    def held(self, tokens: Ints) -> Ints:
+        """Those of the tokens that are on this side's rank."""
+        return tokens if self.context.is_whole else tokens[self.context.holds(tokens)]
 
     def addresses(self, block_ids: Ints, tokens: Ints) -> Ints:
-        inside = offset_bytes(self.axes, "token", tokens % self.block_size)
-        return block_ids[tokens // self.block_size] * self.block_stride_bytes + inside
+        blocks = tokens // self.block_size
+        local = self.context.local(tokens - blocks * self.block_size)
+        return block_ids[blocks] * self.block_stride_bytes + offset_bytes(self.axes, "token", local)
 
 
 class ClaimKey(NamedTuple):
@@ -135,8 +160,12 @@ def _walk(
 
 
 def token_walk(layer: Layer, field: Field) -> TokenWalk:
-    axes = tuple(axis for axis in field.axes if axis.dim == "token")
-    return TokenWalk(layer.block_size, field.block_stride_bytes, axes)
+    axes, context = tuple(axis for axis in field.axes if axis.dim == "token"), layer.context
+    if field.opaque is not None and not context.is_whole and min(axis.step for axis in axes) > context.interleave:
+        # Such a tile holds runs of tokens from far apart, and only a tile like it pairs: walk by what both span.
+        axes = tuple(msgspec.structs.replace(axis, step=axis.step * context.size) for axis in axes)
+        context = Context()
+    return TokenWalk(layer.block_size, field.block_stride_bytes, axes, context)
 
 
 def prove(
@@ -145,18 +174,24 @@ def prove(
     tables: tuple[Sequence[Ints], Sequence[Ints]],
     first_token: int,
     plan: TransferPlan,
+    window_starts: Sequence[int] = (),
 ) -> None:
     """Raise Unproven unless the plan moves exactly what the claims require for these tables and tokens.
 
     region_bytes: lengths of the consumer's and the producer's regions. tables: block ids by group, of either side.
-    Tokens count from first_token to where the plan says that it cut each unit's last chunk.
+    Tokens count from where the plan says that it begins a unit, which is no later than first_token or the start of the
+    group's window, to where it says that it cut the unit's last chunk.
     """
+    for key in claims:
+        begin = max(first_token, window_starts[key.group]) if window_starts else first_token
+        if plan.starts[key.unit] > begin:
+            raise Unproven(f"group {key.group}: first token", begin, plan.starts[key.unit])
     for batch in plan.batches:
         _prove_bounds("consumer", batch.consumer_region, region_bytes[0], batch.consumer_offsets, batch.lengths)
         _prove_bounds("producer", batch.producer_region, region_bytes[1], batch.producer_offsets, batch.lengths)
     for region in {batch.consumer_region for batch in plan.batches}:
         _prove_disjoint(region, [batch for batch in plan.batches if batch.consumer_region == region])
-    required = _required(claims, tables, first_token, plan.stops)
+    required = _required(claims, tables, plan)
     planned = {
         (batch.consumer_region, batch.producer_region): sums_of_runs(
             batch.consumer_offsets, batch.producer_offsets, batch.lengths
@@ -168,15 +203,15 @@ def prove(
 
 
 def _required(
-    claims: Claims, tables: tuple[Sequence[Ints], Sequence[Ints]], first_token: int, stops: Sequence[int]
+    claims: Claims, tables: tuple[Sequence[Ints], Sequence[Ints]], plan: TransferPlan
 ) -> dict[tuple[int, int], Sums]:
     found: dict[tuple[int, int], Sums] = {}
-    known: dict[ClaimKey, Sums] = {}
+    known: dict[tuple[int, int, ClaimKey], Sums] = {}
     for key, rest in claims.items():
-        stop = stops[key.unit]
-        same = key._replace(unit=stop, consumer_region=0, producer_region=0)
+        start, stop = plan.starts[key.unit], plan.stops[key.unit]
+        same = (start, stop, key._replace(unit=0, consumer_region=0, producer_region=0))
         if same not in known:
-            known[same] = _sums_of_tokens(key, tables[0][key.group], tables[1][key.group], first_token, stop)
+            known[same] = _sums_of_tokens(key, tables[0][key.group], tables[1][key.group], start, stop)
         if known[same].size:
             regions = (key.consumer_region, key.producer_region)
             found[regions] = found.get(regions, NOTHING).plus(rest.times(known[same]))
@@ -184,22 +219,64 @@ def _required(
 
 
 def _sums_of_tokens(key: ClaimKey, consumer_ids: Ints, producer_ids: Ints, first: int, stop: int) -> Sums:
-    tile = key.tile_tokens
-    index = np.arange(first // tile * tile, stop, tile, dtype=np.int64)
-    index = index[consumer_ids[index // key.consumer.block_size] >= 0]
+    """Over the tiles of [first, stop) that both sides hold and the consumer has blocks for."""
+    first = first // key.tile_tokens * key.tile_tokens
+    sizes = key.consumer.block_size, key.producer.block_size
+    grain = gcd(*sizes)
+    turns, begin, end = lcm(*sizes) // grain, -(-first // grain), stop // grain
+    if end - begin < WORTH_GRAINS * turns:
+        return _sums_of_each(key, consumer_ids, producer_ids, first, stop)
+    # A grain of tokens lies in one block on either side. Of grains that lie alike in their blocks, the place of the
+    # block and the place in the grain are independent, as other dimensions are.
+    found = _sums_of_each(key, consumer_ids, producer_ids, first, begin * grain)
+    found = found.plus(_sums_of_each(key, consumer_ids, producer_ids, end * grain, stop))
+    for turn in range(turns):
+        inside = _sums_inside(key._replace(unit=0, group=0, consumer_region=0, producer_region=0), turn * grain, grain)
+        if inside.size:
+            tokens = np.arange(begin + (turn - begin) % turns, end, turns, dtype=np.int64) * grain
+            found = found.plus(inside.times(_sums_of_blocks(key, consumer_ids, producer_ids, tokens)))
+    return found
+
+
+WORTH_GRAINS = 4
+"""For so many grains that lie alike it is faster to take them together than token by token."""
+
+
+def _sums_of_blocks(key: ClaimKey, consumer_ids: Ints, producer_ids: Ints, tokens: Ints) -> Sums:
+    """Over the starts of the blocks of tokens that the consumer has blocks for."""
+    mine = consumer_ids[tokens // key.consumer.block_size]
+    theirs = producer_ids[tokens[mine >= 0] // key.producer.block_size]
+    return sums_of_points(mine[mine >= 0] * key.consumer.block_stride_bytes, theirs * key.producer.block_stride_bytes)
+
+
+@lru_cache(maxsize=1024)
+def _sums_inside(key: ClaimKey, start: int, count: int) -> Sums:
+    """Over the tokens [start, start + count), as if all blocks were at 0."""
+    none = np.zeros((start + count) // min(key.consumer.block_size, key.producer.block_size) + 1, np.int64)
+    return _sums_of_each(key, none, none, start, start + count)
+
+
+def _sums_of_each(key: ClaimKey, consumer_ids: Ints, producer_ids: Ints, first: int, stop: int) -> Sums:
+    """Over the same as _sums_of_tokens, tile by tile."""
+    if first == stop:
+        return NOTHING
+    index = key.producer.held(key.consumer.held(np.arange(first, stop, key.tile_tokens, dtype=np.int64)))
+    if (consumer_ids < 0).any():
+        index = index[consumer_ids[index // key.consumer.block_size] >= 0]
     return sums_of_points(key.consumer.addresses(consumer_ids, index), key.producer.addresses(producer_ids, index))
 
 
 def _prove_bounds(side: str, region: int, region_bytes: Sequence[int], offsets: Ints, lengths: Ints) -> None:
-    low, high = int(offsets.min()), int((offsets + lengths).max())
+    low = min(int(starts.min()) for (starts,) in _few(offsets))
+    high = max(int((starts + some).max()) for starts, some in _few(offsets, lengths))
     if low < 0 or high > region_bytes[region] or int(lengths.min()) < 1:
         raise Unproven(f"bounds of {side} region {region}", (0, region_bytes[region]), (low, high))
 
 
 def _prove_disjoint(region: int, batches: Sequence[PlanBatch]) -> None:
-    starts = np.concatenate([batch.consumer_offsets for batch in batches])
-    lengths = np.concatenate([batch.lengths for batch in batches])
-    if (np.diff(starts) >= lengths[:-1]).all():  # most caches have their layers in order of address
+    starts = _joined([batch.consumer_offsets for batch in batches])
+    lengths = _joined([batch.lengths for batch in batches])
+    if _ascend(starts, lengths):  # most caches have their layers in order of address
         return
     order = np.argsort(starts, kind="stable")
     starts, lengths = starts[order], lengths[order]
@@ -209,23 +286,60 @@ def _prove_disjoint(region: int, batches: Sequence[PlanBatch]) -> None:
         raise Unproven(f"destination in region {region} written twice: next byte", end, start)
 
 
+def _joined(columns: Sequence[Ints]) -> Ints:
+    return columns[0] if len(columns) == 1 else np.concatenate(columns)
+
+
+def _ascend(starts: Ints, lengths: Ints) -> bool:
+    """Whether each run ends before the next begins."""
+    runs = _few(starts[:-1], lengths[:-1], starts[1:])
+    return all((some + length <= following).all() for some, length, following in runs)
+
+
+MAX_PERIOD = 1 << 20
+"""Tokens after which contexts repeat, of both sides together; those in use repeat within a few blocks."""
+
+
 def prove_shares(consumer: CacheLayout, shares: Sequence[tuple[Share, CacheLayout]]) -> None:
-    """Raise Unproven unless each (layer, head) of the consumer is in exactly one share, whose producer holds it.
+    """Raise Unproven unless each (layer, head, token) of the consumer is in exactly one share, whose producer holds it.
 
     shares: each with the layout of its producer rank.
     """
-    served: dict[str, list[int]] = {}
+    served: dict[str, dict[int, list[Context]]] = {}
     for share, producer in shares:
-        held = {layer.name: layer.heads for layer in producer.layers}
+        held = {layer.name: layer for layer in producer.layers}
         for part in share.layers:
-            heads = held.get(part.name)
-            if heads is None or not heads.start <= part.start < part.stop <= heads.start + heads.count:
-                raise Unproven(f"layer {part.name}: heads {part.start} to {part.stop}", "share", heads)
-            served.setdefault(part.name, []).extend(range(part.start, part.stop))
+            layer = held.get(part.name)
+            if layer is None or not _has(layer.heads, part.start, part.stop):
+                raise Unproven(f"layer {part.name}: heads {part.start} to {part.stop}", "share", layer and layer.heads)
+            for head in range(part.start, part.stop):
+                served.setdefault(part.name, {}).setdefault(head, []).append(layer.context)
+    known: dict[tuple[Context, ...], list[int]] = {}
     for layer in consumer.layers:
         required = list(range(layer.heads.start, layer.heads.start + layer.heads.count))
-        planned = sorted(served.pop(layer.name, []))
-        if planned != required:
-            raise Unproven(f"layer {layer.name}: heads covered", required, planned)
+        contexts = served.pop(layer.name, {})
+        if sorted(contexts) != required:
+            raise Unproven(f"layer {layer.name}: heads covered", required, sorted(contexts))
+        for head in required:
+            key = (layer.context, *contexts[head])
+            if key not in known:
+                known[key] = _times_covered(f"layer {layer.name}", *key)
+            if known[key] != [1]:
+                raise Unproven(f"layer {layer.name}, head {head}: times that a token is covered", [1], known[key])
     if served:
         raise Unproven("layers covered", [layer.name for layer in consumer.layers], sorted(served))
+
+
+def _has(heads: Heads, start: int, stop: int) -> bool:
+    return heads.start <= start < stop <= heads.start + heads.count
+
+
+def _times_covered(where: str, consumer: Context, *producers: Context) -> list[int]:
+    """How often the tokens of a consumer are held by the producers: each number that occurs, in order."""
+    period = lcm(consumer.period, *(context.period for context in producers if not context.is_whole))
+    if period > MAX_PERIOD:
+        raise Unproven(f"{where}: tokens after which contexts repeat", f"at most {MAX_PERIOD}", period)
+    tokens = np.arange(period, dtype=np.int64)
+    tokens = tokens[consumer.holds(tokens)]
+    times = np.sum([context.holds(tokens) for context in producers], axis=0)
+    return [int(number) for number in np.unique(times)]

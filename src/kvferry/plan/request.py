@@ -9,7 +9,7 @@ import numpy as np
 
 from kvferry.layout import Refusal
 from kvferry.plan.boxes import Digits, Ints, Runs, address, expand, merge
-from kvferry.plan.units import Lane, Placement, Unit
+from kvferry.plan.units import ALL, Lane, Placement, Selection, Unit
 
 
 class BlockTable(NamedTuple):
@@ -37,13 +37,14 @@ class TransferPlan(NamedTuple):
 
     They go layer by layer in the consumer's order, by ascending consumer offset; layers that move as one come with
     the first of them. num_bytes counts what moves, required_bytes what holds required tokens (opaque tiles whole).
-    stops: for each unit of the pair, the token where the last chunk was cut (see Unit.last_stop).
+    stops: for each unit of the pair, the token where the last chunk was cut (see Unit.last_stop). starts: the first.
     """
 
     batches: tuple[PlanBatch, ...]
     num_bytes: int
     required_bytes: int
     stops: tuple[int, ...]
+    starts: tuple[int, ...]
 
     @property
     def num_descriptors(self) -> int:
@@ -51,7 +52,8 @@ class TransferPlan(NamedTuple):
 
 
 class Group(NamedTuple):
-    """One KV cache group as both sides have it; num_blocks is the least of its layers'."""
+    """One KV cache group as both sides have it; num_blocks is the least of its layers'. Blocks count the tokens of all
+    ranks of a context."""
 
     number: int
     consumer_block_size: int
@@ -61,7 +63,7 @@ class Group(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """The chunks of a request's tokens that the consumer has blocks for, in token order.
+    """The chunks of a request's tokens that both sides hold and the consumer has blocks for, in token order.
 
     numbers: of the chunk, from the request's first token. positions: of the chunk inside its block.
     """
@@ -82,13 +84,21 @@ class Span(NamedTuple):
     stop: int
 
 
-def match(group: Group, chunk: int, consumer_ids: Ints, producer_ids: Ints, first_token: int, end_token: int) -> Chunks:
+def match(
+    group: Group,
+    chunk: int,
+    consumer_ids: Ints,
+    producer_ids: Ints,
+    first_token: int,
+    end_token: int,
+    selection: Selection = ALL,
+) -> Chunks:
     """Pair blocks by token position, chunk by chunk; a chunk is part of one block on either side. Not for no tokens.
 
     Raises Refusal where a table is too short, an id is out of range, a destination is named twice, or a block is
     wanted that the producer does not have.
     """
-    numbers = np.arange(first_token // chunk, -(-end_token // chunk), dtype=np.int64)
+    numbers = selection.held(np.arange(first_token // chunk, -(-end_token // chunk), dtype=np.int64))
     wanted, consumer_positions = np.divmod(numbers, group.consumer_block_size // chunk)
     _check_length(group, "consumer", wanted, consumer_ids)
     keep = consumer_ids[wanted] != -1

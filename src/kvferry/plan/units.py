@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
+from functools import cached_property
+from math import gcd, prod
 from typing import NamedTuple
 
-from kvferry.layout import Field, Refusal
-from kvferry.plan.boxes import Box, Digits, above, digits, join, pair, refine, times
+from kvferry.layout import Context, Field, Refusal
+from kvferry.plan.boxes import Box, Digit, Digits, Ints, above, below, digits, held, join, pair, refine, times
 
 
 class Lane(NamedTuple):
@@ -32,7 +33,8 @@ Cut = Mapping[Lane, tuple[Box, ...]]
 class FieldPair(NamedTuple):
     """One field of one layer on both sides, with the heads that are shared; offsets are from the layers' bases.
 
-    tile_tokens: tokens of one value of the token digits: 1, or an opaque tile's.
+    consumer_tokens, producer_tokens: digits of a token, counted over all ranks of a context.
+    tile_tokens: tokens of one value of the token digits: 1, or those that an opaque tile spans.
     rest: heads and content; with a token of each side it makes the pairs of bytes.
     """
 
@@ -46,13 +48,10 @@ class FieldPair(NamedTuple):
     def shifted(self, consumer_bytes: int, producer_bytes: int) -> FieldPair:
         return self._replace(rest=tuple(box.shifted(consumer_bytes, producer_bytes) for box in self.rest))
 
-    def tiles(self, start: int, stop: int) -> tuple[int, int]:
-        """The tiles that hold the tokens [start, stop)."""
-        return start // self.tile_tokens, -(-stop // self.tile_tokens)
-
-    @property
-    def tile_bytes(self) -> int:
-        return sum(box.num_runs for box in self.rest)
+    def cut(self, chunk_tokens: int, start: int, stop: int) -> tuple[Box, ...]:
+        """The pairs of the tokens [start, stop) of a chunk that both sides have some tokens of, tiles whole."""
+        unit, first, end = chunk_tokens // self.tile_tokens, start // self.tile_tokens, -(-stop // self.tile_tokens)
+        return pair(below(self.consumer_tokens, unit), below(self.producer_tokens, unit), first, first, end - first)
 
     def lane(self, chunk_tokens: int) -> Lane:
         unit = chunk_tokens // self.tile_tokens
@@ -64,17 +63,25 @@ class FieldPair(NamedTuple):
         )
 
 
-def pair_fields(consumer: Field, producer: Field, consumer_head: int, producer_head: int, num_heads: int) -> FieldPair:
-    """Fields that have been compared; heads count from the start of each side's shard."""
+def pair_fields(
+    consumer: Field,
+    producer: Field,
+    contexts: tuple[Context, Context],
+    consumer_head: int,
+    producer_head: int,
+    num_heads: int,
+) -> FieldPair:
+    """Fields that have been compared; contexts are the consumer's and the producer's, heads count from the start of
+    each side's shard."""
     heads = pair(digits(consumer.axes, "head"), digits(producer.axes, "head"), consumer_head, producer_head, num_heads)
     content = pair(digits(consumer.axes, "content"), digits(producer.axes, "content"), 0, 0, consumer.content_bytes)
     rest = times(heads, content)
     return FieldPair(
         consumer.block_stride_bytes,
         producer.block_stride_bytes,
-        digits(consumer.axes, "token"),
-        digits(producer.axes, "token"),
-        tile_tokens(consumer),
+        token_digits(consumer, contexts[0]),
+        token_digits(producer, contexts[1]),
+        span_tokens(consumer, contexts[0]),
         tuple(box.shifted(consumer.base_bytes, producer.base_bytes) for box in rest),
     )
 
@@ -82,6 +89,25 @@ def pair_fields(consumer: Field, producer: Field, consumer_head: int, producer_h
 def tile_tokens(one: Field) -> int:
     """Tokens that cannot be told apart: 1, or those of an opaque tile."""
     return 1 if one.opaque is None else min(axis.step for axis in one.axes if axis.dim == "token")
+
+
+def spans_runs(one: Field, context: Context) -> bool:
+    """Whether a tile holds several runs of a context, so that it can pair with none but the same tile's like."""
+    return not context.is_whole and tile_tokens(one) > context.interleave
+
+
+def span_tokens(one: Field, context: Context) -> int:
+    """Tokens from the first of a tile to the first of the next, those of other ranks included."""
+    return tile_tokens(one) * (context.size if spans_runs(one, context) else 1)
+
+
+def token_digits(one: Field, context: Context) -> Digits:
+    """The digits of a token, in tiles, counted over all ranks; which rank of a context has it is a digit too."""
+    mine = digits(one.axes, "token")
+    if context.is_whole or spans_runs(one, context):
+        return mine
+    run = context.interleave // tile_tokens(one)
+    return (*below(mine, run), Digit(context.size, 0, context.rank), *above(mine, run))
 
 
 def common_chunk(layer: str, fields: Sequence[FieldPair]) -> int:
@@ -93,8 +119,34 @@ def common_chunk(layer: str, fields: Sequence[FieldPair]) -> int:
             if chunk % one.tile_tokens:
                 raise Refusal(f"layer {layer}: tile tokens", one.tile_tokens, chunk, "fields have no tile in common")
             shared = refine(one.consumer_tokens, one.producer_tokens, chunk // one.tile_tokens)
-            chunk = one.tile_tokens * prod(loop.size for loop in shared)
+            chunk = one.tile_tokens * prod(digit.size for digit in shared)
     return chunk
+
+
+class Selection(NamedTuple):
+    """Which chunks have tokens that both sides hold, by the digits of a chunk's number."""
+
+    consumer: Digits
+    producer: Digits
+
+    def held(self, numbers: Ints) -> Ints:
+        """Those of the numbers whose chunk has some."""
+        if not any(self):
+            return numbers
+        return numbers[held(self.consumer, numbers) & held(self.producer, numbers)]
+
+
+ALL = Selection((), ())
+
+
+def select(contexts: tuple[Context, Context], chunk_tokens: int) -> Selection:
+    consumer, producer = (above(_runs(context), chunk_tokens) for context in contexts)
+    return Selection(consumer, producer)
+
+
+def _runs(context: Context) -> Digits:
+    """A token's digits up to the rank that holds it."""
+    return () if context.is_whole else (Digit(context.interleave, 0), Digit(context.size, 0, context.rank))
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,20 +156,29 @@ class Unit:
     group: int
     chunk_tokens: int
     fields: tuple[FieldPair, ...]
+    selection: Selection = ALL
     _cuts: dict[tuple[int, int], Cut] = field(default_factory=dict)
     _stops: dict[tuple[int, int], int] = field(default_factory=dict)
 
+    @cached_property
+    def _tile(self) -> int:
+        """Tokens between places at which some field can be cut, so that what is kept for each does not pile up."""
+        return gcd(*(one.tile_tokens for one in self.fields))
+
+    def _aligned(self, start: int, stop: int) -> tuple[int, int]:
+        return start // self._tile * self._tile, -(-stop // self._tile) * self._tile
+
     def cut(self, start: int, stop: int) -> Cut:
         """The boxes of the tokens [start, stop) of a chunk, tiles whole."""
-        if (start, stop) not in self._cuts:
-            self._cuts[start, stop] = self._cut(start, stop)
-        return self._cuts[start, stop]
+        span = self._aligned(start, stop)
+        if span not in self._cuts:
+            self._cuts[span] = self._cut(*span)
+        return self._cuts[span]
 
     def _cut(self, start: int, stop: int) -> Cut:
         lanes: dict[Lane, list[Box]] = {}
         for one in self.fields:
-            first, end = one.tiles(start, stop)
-            tokens = pair(one.consumer_tokens, one.producer_tokens, first, first, end - first)
+            tokens = one.cut(self.chunk_tokens, start, stop)
             lanes.setdefault(one.lane(self.chunk_tokens), []).extend(times(tokens, one.rest))
         return {lane: join(boxes) for lane, boxes in lanes.items()}
 
@@ -127,8 +188,7 @@ class Unit:
 
     def num_bytes(self, start: int, stop: int) -> int:
         """Bytes of the tokens [start, stop) of one chunk, tiles whole."""
-        spans = ((one.tile_bytes, *one.tiles(start, stop)) for one in self.fields)
-        return sum(size * (end - first) for size, first, end in spans)
+        return sum(box.num_runs * box.run_bytes for boxes in self.cut(start, stop).values() for box in boxes)
 
     def last_stop(self, start: int, stop: int) -> int:
         """Where to cut the last chunk of a request, whose tokens from `stop` on hold nothing.
@@ -136,11 +196,12 @@ class Unit:
         The first end of a digit of the chunk, from `stop` on, at which cutting makes no more descriptors than the
         whole chunk: exactly `stop` where tokens are rows; a whole tile where keys are transposed or unknown.
         """
-        if (start, stop) not in self._stops:
+        span = self._aligned(start, stop)
+        if span not in self._stops:
             whole = self.num_runs(start, self.chunk_tokens)
             ends = sorted({-(-stop // step) * step for step in self._steps()})
-            self._stops[start, stop] = next(end for end in ends if self.num_runs(start, end) <= whole)
-        return self._stops[start, stop]
+            self._stops[span] = next(end for end in ends if self.num_runs(start, end) <= whole)
+        return self._stops[span]
 
     def _steps(self) -> set[int]:
         """Tokens of a tile, and of each digit above it, up to the chunk."""
@@ -149,8 +210,8 @@ class Unit:
             step = one.tile_tokens
             steps.add(step)
             limit = self.chunk_tokens // step
-            for loop in refine(one.consumer_tokens, one.producer_tokens, limit):
-                step *= loop.size
+            for digit in refine(one.consumer_tokens, one.producer_tokens, limit):
+                step *= digit.size
                 steps.add(step)
         return steps
 

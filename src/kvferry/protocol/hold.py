@@ -41,7 +41,7 @@ class HoldTrigger(Enum):
     CLAIM = "a claim is seen"
     ALL_RELEASED = "every claim is released"
     ALL_OVER = "every claim is over, some lapsed"
-    TIMEOUT = "first_hold_s without a claim"
+    TIMEOUT = "nobody claimed it within first_hold_s"
     VOID = "void or closing"
     DISOWN = "its last claim is disowned"
 

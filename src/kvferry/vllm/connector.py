@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvferry.vllm import config
+from kvferry.vllm import client_errors, config
 from kvferry.vllm.metadata import HandshakeMetadata, StepMetadata
 from kvferry.vllm.metrics import FerryStats, KVFerryPromMetrics, KVFerryStats
 from kvferry.vllm.wiring import join_logs
@@ -93,6 +93,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVFerryPromMetrics:
+        client_errors.install()  # vLLM asks for metrics in the API server, and only there
         return KVFerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @property

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from kvferry.agent import EngineAgent
 from kvferry.vllm.config import Config
+from kvferry.vllm.groups import Group
 from kvferry.vllm.ledger import Ledger
 from kvferry.vllm.metrics import FerryStats
-from kvferry.vllm.specs import Window
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
@@ -24,14 +24,16 @@ class NotBound(RuntimeError):
 class Core:
     """One engine core.
 
-    model: names the model in digests. group_ids: of the KV cache groups that are transferred; windows: of each of them.
+    model: names the model in digests. group_ids: of the KV cache groups that are transferred; groups: how each is kept.
+    backoff_tokens: how many of a prompt's last tokens a producer leaves to the consumer.
     """
 
     config: Config
     model: str
     parallel: ParallelConfig
     group_ids: tuple[int, ...]
-    windows: tuple[Window | None, ...]
+    groups: tuple[Group, ...]
+    backoff_tokens: int
     agent: EngineAgent
     stats: FerryStats = field(default_factory=FerryStats)
     _manager: KVCacheManager | None = None
@@ -40,6 +42,11 @@ class Core:
     def bind(self, manager: KVCacheManager) -> None:
         self._manager = manager
         self._ledger = Ledger(manager.block_pool, self.config.max_held, self.config.max_quarantined)
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether some group keeps a state, which cannot be cut at a token."""
+        return any(group.keeps_state for group in self.groups)
 
     @property
     def num_ranks(self) -> int:

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from kvferry.vllm.specs import Window
-
 logger = logging.getLogger(__name__)
 
 CONSUMED_REMEMBERED = 4096
@@ -116,6 +114,8 @@ class Fetches:
             return problem
         if offer.num_tokens > request.num_tokens:
             return f"the producer offers {offer.num_tokens} tokens, the prompt has {request.num_tokens}"
+        if self._core.keeps_state and offer.num_tokens >= request.num_tokens:
+            return f"the producer's state is after all {offer.num_tokens} tokens of the prompt, one less is needed"
         return self._core.ledger.quarantine_is_full()
 
     def _refused(self, request: Request, fetch: Fetch, problem: str) -> Fetch:
@@ -173,14 +173,16 @@ class Fetches:
         if not fetch.problem and fetch.offer is not None and fetch.local_tokens >= _wanted_tokens(fetch.offer, request):
             fetch.path = "local"
         self._end(fetch, "failed" if fetch.problem else "unused", fetch.problem)
+        if request.skip_reading_prefix_cache and not fetch.problem:
+            fetch.problem = "prompt_logprobs: the whole prompt is computed"
 
     def _load(self, request: Request, fetch: Fetch, blocks: KVCacheBlocks, num_tokens: int) -> LoadRequest:
         if fetch.problem or fetch.offer is None:
             return _load_that_fails(request, fetch)
         end_token = fetch.local_tokens + num_tokens
         wanted = [
-            _wanted_blocks(blocks.blocks[group], window, end_token)
-            for group, window in zip(self._core.group_ids, self._core.windows, strict=True)
+            group.wanted(blocks.blocks[index], end_token)
+            for index, group in zip(self._core.group_ids, self._core.groups, strict=True)
         ]
         fetch.destination = [[block for block in group if block is not None] for group in wanted]
         offer = fetch.offer
@@ -194,6 +196,7 @@ class Fetches:
             num_tokens=offer.num_tokens,
             first_token=fetch.local_tokens,
             end_token=end_token,
+            window_starts=tuple(group.window_start(end_token) for group in self._core.groups),
             consumer_block_ids=tuple(_ids(group) for group in wanted),
             producer_block_ids=tuple(_without_nulls(group) for group in offer.block_ids),
             digest=fetch.digest,
@@ -240,6 +243,8 @@ class Fetches:
         unquiet = {result.rank for result in bad if not result.quiet} - fetch.quiet_ranks
         self._core.ledger.quarantine(fetch.load_id, fetch.destination, unquiet)
         logger.warning("kvferry: request %s: its KV did not arrive: %s", request_id, fetch.problem)
+        if not self._recomputes:
+            self._core.stats.tell_client(request_id, fetch.problem)
         self._end(fetch, "failed", fetch.problem)
 
     def rank_quiet(self, news: LoadQuiet) -> int:
@@ -290,18 +295,6 @@ def _key(ref: TransferRef) -> tuple[str, str, int]:
 def _wanted_tokens(offer: Offer, request: Request) -> int:
     """How many tokens' KV are of use. vLLM computes the last token of a prompt itself, to sample what follows it."""
     return min(offer.num_tokens, request.num_tokens - 1)
-
-
-def _wanted_blocks(
-    group: Sequence[KVCacheBlock], window: Window | None, num_computed_tokens: int
-) -> list[KVCacheBlock | None]:
-    """The blocks to load, by token position. None for null blocks, for what the local prefix cache has (hashed), and
-    for what a sliding window has left behind when the load ends: the producer has let go of that as well."""
-    behind = window.blocks_behind(num_computed_tokens) if window is not None else 0
-    return [
-        None if position < behind or block.is_null or block.block_hash is not None else block
-        for position, block in enumerate(group)
-    ]
 
 
 def _ids(group: Sequence[KVCacheBlock | None]) -> tuple[int, ...]:

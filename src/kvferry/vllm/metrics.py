@@ -13,19 +13,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from kvferry.agent import LoadResult
+from kvferry.vllm import client_errors
 
 SAMPLES = ("load_s", "wait_s", "bytes", "descriptors", "hook_s")
 """Lists of samples; each load of each rank adds one, each step adds its time in kvferry's hooks."""
 COUNTS = ("failures", "refusals", "holds")
 """Counts by name."""
 GAUGES = ("held_blocks", "quarantined_blocks", "oldest_s")
+REASONS = "reasons"
+"""Why requests failed, by request id: for their clients, not for the log (see client_errors)."""
 HOOK_SAMPLES_KEPT = 512
 """Hook times ride along with other news, or alone once there are this many: an idle engine sends nothing."""
 
 
 @dataclass
 class KVFerryStats(KVConnectorStats):
-    """What vLLM carries from workers and scheduler to its logger. `data` holds SAMPLES, COUNTS and GAUGES."""
+    """What vLLM carries from workers and scheduler to its logger. `data` holds SAMPLES, COUNTS, GAUGES and REASONS."""
 
     data: dict[str, Any] = field(default_factory=dict)
 
@@ -34,10 +37,11 @@ class KVFerryStats(KVConnectorStats):
             self.reset()
 
     def reset(self) -> None:
-        self.data = {name: [] for name in SAMPLES} | {name: {} for name in COUNTS} | dict.fromkeys(GAUGES)
+        counts: dict[str, Any] = {name: {} for name in (*COUNTS, REASONS)}
+        self.data = {name: [] for name in SAMPLES} | counts | dict.fromkeys(GAUGES)
 
     def is_empty(self) -> bool:
-        return not any(self.data[name] for name in (*SAMPLES, *COUNTS)) and all(
+        return not any(self.data[name] for name in (*SAMPLES, *COUNTS, REASONS)) and all(
             self.data[name] is None for name in GAUGES
         )
 
@@ -47,6 +51,7 @@ class KVFerryStats(KVConnectorStats):
         for name in COUNTS:
             for key, count in other.data[name].items():
                 self.data[name][key] = self.data[name].get(key, 0) + count
+        self.data[REASONS].update(other.data[REASONS])
         for name in GAUGES:
             if other.data[name] is not None:
                 self.data[name] = other.data[name]
@@ -122,6 +127,10 @@ class FerryStats:
     def count_error(self, hook: str) -> None:
         self._count("failures", f"error in {hook}")
 
+    def tell_client(self, request_id: str, reason: str) -> None:
+        """This request will fail, and this is why."""
+        self._stats.data[REASONS][request_id] = reason
+
     def set_gauges(self, **values: float) -> None:
         """Sent when they change; an age alone is no news."""
         if {**values, "oldest_s": 0} != {**self._gauges, "oldest_s": 0}:
@@ -132,7 +141,7 @@ class FerryStats:
         """What there is to tell, or None."""
         data = self._stats.data
         news = (
-            any(data[name] for name in (*COUNTS, "load_s"))
+            any(data[name] for name in (*COUNTS, REASONS, "load_s"))
             or any(data[name] is not None for name in GAUGES)
             or len(data["hook_s"]) >= HOOK_SAMPLES_KEPT
         )
@@ -206,6 +215,7 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         data = transfer_stats_data
+        client_errors.remember(data[REASONS])
         for metric, name in ((self._load, "load_s"), (self._wait, "wait_s"), (self._hooks, "hook_s")):
             for sample in data[name]:
                 metric[engine_idx].observe(sample)

@@ -30,16 +30,47 @@ class Offers:
         self._core = core
         self._host, self._port = parse(core.agent.endpoint.address)
         self._generation = 0
+        self._cut: set[str] = set()
+
+    def on_new_request(self, request: Request) -> None:
+        """Cuts the last tokens off a first leg's prompt where the consumer has to compute them from what lies before:
+        see `groups.backoff_tokens`. Its own next token is of no use then, and nobody asks for it."""
+        backoff = self._core.backoff_tokens
+        if not backoff or self._uncut(request):
+            return
+        del request.prompt_token_ids[-backoff:]
+        del request._all_token_ids[-backoff:]
+        request.num_prompt_tokens -= backoff
+        request.max_tokens = 1
+        self._cut.add(request.request_id)
+
+    def _uncut(self, request: Request) -> str:
+        """Why a prompt keeps its last tokens; empty if they can be cut off."""
+        backoff = self._core.backoff_tokens
+        if problem := undigestible(request):
+            return problem
+        if request.num_prompt_tokens <= backoff:
+            return f"the prompt has {request.num_prompt_tokens} tokens, {backoff} are left to the consumer"
+        if request.skip_reading_prefix_cache:
+            return "prompt_logprobs: the consumer computes the whole prompt"
+        end = request.num_prompt_tokens - backoff
+        if any(feature.mm_position.offset + feature.mm_position.length > end for feature in request.mm_features):
+            return f"a multimodal item reaches into the last {backoff} tokens of the prompt"
+        return ""
 
     def request_finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         """The parameters for the second leg: an offer, or why there is none. None for a request that did not finish.
 
         block_ids: per KV cache group of vLLM, clipped to the computed tokens.
         """
+        cut = request.request_id in self._cut
+        self._cut.discard(request.request_id)
         if request.status not in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
             return None
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         problem = undigestible(request) or ("" if num_tokens > 0 else "no token was computed")
+        if not problem and self._core.keeps_state and not cut:
+            problem = self._uncut(request) or "the prompt was not cut before its last token"
         if not problem:
             try:
                 return self._offer(request, block_ids, num_tokens)
@@ -53,16 +84,17 @@ class Offers:
         core = self._core
         blocks = core.manager.get_blocks(request.request_id).blocks
         self._generation += 1
+        kept = list(zip(core.group_ids, core.groups, strict=True))
         offer = Offer(
             ref=TransferRef(core.agent.engine_id, core.agent.incarnation, secrets.token_hex(16), self._generation),
             host=self._host,
             port=self._port,
             key_id=core.agent.endpoint.key_id,
             num_tokens=num_tokens,
-            block_ids=tuple(tuple(block_ids[group]) for group in core.group_ids),
+            block_ids=tuple(tuple(group.offered(block_ids[index])) for index, group in kept),
         )
         digest = request_digest(request, num_tokens, model=core.model, weights_epoch=core.config.weights_epoch)
-        core.ledger.hold(offer.ref, [blocks[group][: len(block_ids[group])] for group in core.group_ids])
+        core.ledger.hold(offer.ref, [group.offered(blocks[index][: len(block_ids[index])]) for index, group in kept])
         core.agent.hold(offer.ref, num_tokens, digest, blocks_digest(offer.block_ids))
         return to_params(
             offer,

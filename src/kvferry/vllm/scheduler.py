@@ -21,6 +21,7 @@ from kvferry.vllm.config import Config
 from kvferry.vllm.core import Core
 from kvferry.vllm.digests import model_identity
 from kvferry.vllm.fetches import Fetches
+from kvferry.vllm.groups import backoff_tokens, groups
 from kvferry.vllm.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
 from kvferry.vllm.metrics import FerryStats, KVFerryStats
 from kvferry.vllm.offers import Offers
@@ -52,7 +53,8 @@ class SchedulerSide:
             model=config.model_id or model_identity(vllm_config),
             parallel=vllm_config.parallel_config,
             group_ids=kv_cache_config.transfer_group_ids,
-            windows=specs.windows(kv_cache_config),
+            groups=groups(kv_cache_config),
+            backoff_tokens=backoff_tokens(vllm_config, kv_cache_config),
             agent=self._agent,
         )
         self.fetches = Fetches(self._core, transfer.kv_load_failure_policy == "recompute")
@@ -119,6 +121,8 @@ class SchedulerSide:
         self.drain()
         if self._is_consumer:
             self.fetches.on_new_request(request)
+        if self._is_producer and wants_remote_decode(request.kv_transfer_params):
+            self.offers.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         self.drain()

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from kvferry import records
 from kvferry.agent import LoadRequest, LoadResult, WorkerAgent
-from kvferry.vllm import specs
+from kvferry.vllm import attention, specs
 from kvferry.vllm.config import Config
 from kvferry.vllm.digests import model_identity
 from kvferry.vllm.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
@@ -40,7 +40,9 @@ class WorkerSide:
         self._rank = self._pp_rank * parallel.tensor_parallel_size + self._tp_rank
         self._num_ranks: int = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self._group_kinds = specs.group_kinds(kv_cache_config)
-        self._fingerprint = specs.fingerprint(vllm_config, config.model_id or model_identity(vllm_config))
+        self._fingerprint = specs.fingerprint(
+            vllm_config, kv_cache_config, config.model_id or model_identity(vllm_config)
+        )
         self._kv_caches: Mapping[str, torch.Tensor] = {}
         self._agent: WorkerAgent | None = None
         self._running: dict[str, LoadRequest] = {}
@@ -54,12 +56,13 @@ class WorkerSide:
         """Raises what keeps this worker from moving its cache, by name: better at start-up than in traffic."""
         self._kv_caches = dict(kv_caches)
         port = self._config.worker_port + self._rank if self._config.worker_port else 0
-        backends = specs.backends_of(self._vllm_config, self._kv_cache_config)
+        backends = attention.backends_of(self._vllm_config, self._kv_cache_config)
         agent = WorkerAgent(
             rank=self._rank,
             pp_rank=self._pp_rank,
             tp_rank=self._tp_rank,
             num_ranks=self._num_ranks,
+            tp_size=self._vllm_config.parallel_config.tensor_parallel_size,
             endpoint=open_endpoint(self._config, port),
             make_transports=lambda: open_transports(self._config),
             layout=specs.cache_layout(

@@ -1,0 +1,246 @@
+"""The layouts of an engine's ranks, as vLLM 0.32 would make them for a model and what was said about the engine.
+
+Its rules: KV heads over TP (topology.kv_heads), decoder layers over pipeline stages (`get_pp_indices`), layers into KV
+cache groups (`_get_kv_cache_groups_uniform_page_size`), and where a layer lies in the one storage of a worker
+(`get_kv_cache_config_from_groups`). sizes.py has those for one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from kvferry import layout as layouts
+from kvferry.cli.errors import Problem
+from kvferry.cli.plan import words
+from kvferry.cli.plan.engines import CacheGroup, Engine, Rank
+from kvferry.cli.plan.models import Attention, Cache, CachedLayer, Model, Recurrent
+from kvferry.cli.plan.sides import PLANES, Side
+from kvferry.cli.plan.sizes import Sizes, num_heads, sizes, state_spec
+from kvferry.layout import STATE_TOKENS, CacheLayout, Context, Field, Heads, Layer, LayoutError, Region
+from kvferry.topology import TopologyError, kv_heads
+from kvferry.vllm import states
+from kvferry.vllm.groups import Group, Window
+
+STATE_NAMES = {"MAMBA2": "mamba2 state", "GDN_ATTN": "GDN state", "SHORT_CONV": "short convolution"}
+
+Groups = Sequence[Sequence[CachedLayer]]
+
+
+def engine(role: str, model: Model, side: Side, num_tokens: int, least_blocks: int = 0) -> Engine:
+    """All ranks of an engine with room for a request of so many tokens. Raises Problem for what vLLM would refuse.
+
+    least_blocks: how many blocks there are at least, unless the side says how many there are.
+    """
+    try:
+        return _engine(role, model, side, num_tokens, least_blocks)
+    except (LayoutError, TopologyError) as error:
+        raise Problem(f"--{role}: {error}") from None
+
+
+def _engine(role: str, model: Model, side: Side, num_tokens: int, least_blocks: int) -> Engine:
+    size, groups, cut = sizes(model, side), grouped(model.layers), stages(model.num_layers, side)
+    kinds = tuple(_cache_group(layers[0].cache, side, size) for layers in groups)
+    num_blocks = max(_num_blocks(side, kinds, num_tokens), 0 if side.blocks else least_blocks)
+    ranks = []
+    for pp_rank, stage in enumerate(cut):
+        here = [[layer for layer in group if layer.decoder_layer in stage] for group in groups]
+        for tp_rank in range(side.tp):
+            layout = _Worker(side, size, tp_rank, num_blocks).layout(here)
+            layouts.check(layout)
+            label = f"pp{pp_rank}.tp{tp_rank}" if side.pp > 1 else str(tp_rank)
+            ranks.append(Rank(label, tp_rank, side.tp, layout))
+    return Engine(
+        role=role,
+        title=model.title,
+        settings=_settings(model, side, size, cut),
+        ranks=tuple(ranks),
+        groups=kinds,
+        fingerprint={
+            "model": f"{model.model_type} of {model.num_layers} layers",
+            "model dtype": model.dtype,
+            "KV cache dtype": size.dtype,
+        },
+        notes=tuple(f"{role}: {note}" for note in _notes(model, side, size)),
+    )
+
+
+def stages(num_layers: int, side: Side) -> list[range]:
+    """The decoder layers of each pipeline stage: as told, or even, where the last but one gets what is left first."""
+    cuts = list(side.pp_layers)
+    if not cuts:
+        cuts = [num_layers // side.pp] * side.pp
+        for i in range(2, num_layers % side.pp + 2):
+            cuts[-i] += 1
+    if sum(cuts) != num_layers or 0 in cuts:
+        raise LayoutError(f"stages of {'+'.join(map(str, cuts))} layers: the model has {num_layers}")
+    return [range(end - size, end) for size, end in zip(cuts, accumulate(cuts), strict=True)]
+
+
+def grouped(layers: Sequence[CachedLayer]) -> list[list[CachedLayer]]:
+    """KV cache groups: layers with equal caches, split so that all groups have about as many layers."""
+    buckets: dict[Cache, list[CachedLayer]] = {}
+    for layer in layers:
+        buckets.setdefault(layer.cache, []).append(layer)
+    least, most = min(map(len, buckets.values())), max(map(len, buckets.values()))
+    size = most if most < least * 1.5 else least
+    found = []
+    for bucket in buckets.values():
+        num_groups = -(-len(bucket) // size)
+        found += [bucket[i::num_groups] for i in range(num_groups)]
+    return found
+
+
+def _cache_group(cache: Cache, side: Side, size: Sizes) -> CacheGroup:
+    if isinstance(cache, Recurrent):
+        return CacheGroup(STATE_NAMES[cache.kind], STATE_TOKENS, Group(spare_slots=0))
+    if cache.window is not None:
+        window = Window(cache.window, size.block_tokens)
+        return CacheGroup(f"window of {cache.window:,}", size.block_tokens, Group(window=window))
+    return CacheGroup("latent" if cache.is_latent else "full attention", size.block_tokens * side.dcp)
+
+
+def _num_blocks(side: Side, groups: Sequence[CacheGroup], num_tokens: int) -> int:
+    """Blocks for one request, and vLLM's null block; or as many as were asked for, if they are enough."""
+    needed = 1 + sum(-(-num_tokens // group.tokens) for group in groups)
+    if side.blocks is not None and side.blocks < needed:
+        raise LayoutError(f"blocks {side.blocks}: {num_tokens} tokens need {needed}")
+    return side.blocks or needed
+
+
+class _Place(NamedTuple):
+    """Group, region and offset of a layer."""
+
+    group: int
+    region: int
+    base_bytes: int
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """One rank of a pipeline stage: makes the layout of the layers that are there."""
+
+    side: Side
+    size: Sizes
+    tp_rank: int
+    num_blocks: int
+
+    def layout(self, groups: Groups) -> CacheLayout:
+        return self._planes(groups) if self.side.layout in PLANES else self._storage(groups)
+
+    def _planes(self, groups: Groups) -> CacheLayout:
+        """Each layer is a tensor of its own."""
+        regions: list[Region] = []
+        made: list[Layer] = []
+        for number, layers in enumerate(groups):
+            for layer in layers:
+                if isinstance(layer.cache, Recurrent):
+                    raise LayoutError(f"layout {self.side.layout}: a state has no keys and values")
+                place = _Place(number, len(regions), 0)
+                made.append(self._attention(layer.name, layer.cache, place, self._plane_fields(layer.cache)))
+                regions.append(Region(0, self.num_blocks * self.size.page_bytes[layer.cache]))
+        return CacheLayout(tuple(regions), tuple(made))
+
+    def _plane_fields(self, cache: Attention) -> tuple[Field, ...]:
+        tokens, item_bytes = self.size.block_tokens, self.size.item_bytes
+        if cache.is_latent:
+            return layouts.key_only(tokens, cache.key_size * item_bytes)
+        order = PLANES[self.side.layout]
+        build = layouts.separated if order.startswith("2") else layouts.interleaved
+        heads = num_heads(cache, self.side)
+        return build(self.num_blocks, tokens, heads, cache.key_size, item_bytes, head_major=order.endswith("HND"))
+
+    def _storage(self, groups: Groups) -> CacheLayout:
+        """All layers lie in one storage; the groups lie one over the other, since a block belongs to one at a time."""
+        order = "LBHNC" if self.side.is_cpu else self.side.layout
+        block_bytes = max(sum(self.size.page_bytes[layer.cache] for layer in layers) for layers in groups)
+        made: list[Layer] = []
+        for number, layers in enumerate(groups):
+            for position, layer in enumerate(layers):
+                shape, item_bytes = self._shape(layer.cache)
+                strides, layer_stride = layouts.physical_strides(order, shape, len(layers), item_bytes)
+                if order.startswith("B"):  # a group with fewer layers leaves the rest of the block empty
+                    strides = (block_bytes, *strides[1:])
+                place = _Place(number, 0, position * layer_stride)
+                if isinstance(layer.cache, Recurrent):
+                    made += self._state(layer.name, layer.cache, place, strides[0])
+                else:
+                    fields = self._fields(layer.cache, shape, strides)
+                    made.append(self._attention(layer.name, layer.cache, place, fields))
+        return CacheLayout((Region(0, block_bytes * self.num_blocks),), tuple(made))
+
+    def _shape(self, cache: Cache) -> tuple[tuple[int, int, int, int], int]:
+        """vLLM's logical view [B, H, N, C], and the bytes of an element; a state is a row of bytes."""
+        if isinstance(cache, Recurrent):
+            return (self.num_blocks, 1, 1, self.size.page_bytes[cache]), 1
+        heads, content = num_heads(cache, self.side), cache.key_size + cache.value_size
+        return (self.num_blocks, heads, self.size.block_tokens, content), self.size.item_bytes
+
+    def _fields(self, cache: Attention, shape: Sequence[int], strides: Sequence[int]) -> tuple[Field, ...]:
+        if self.side.layout == "cpu" and not cache.is_latent:
+            return layouts.cpu_tiles(shape, strides, cache.key_size, self.size.item_bytes)
+        if self.side.layout == "cpu-amx" and not cache.is_latent:
+            tag = f"CPU_ATTN:amx:torch.{self.size.dtype}:{shape[2]}:{cache.key_size}:{cache.value_size}"
+            return layouts.opaque_tiles(shape, strides, tag)
+        return layouts.fused(shape, strides, cache.key_size, cache.value_size, self.size.item_bytes)
+
+    def _attention(self, name: str, cache: Attention, place: _Place, fields: tuple[Field, ...]) -> Layer:
+        heads = Heads(0, 1, 1) if cache.is_latent else kv_heads(self.tp_rank, self.side.tp, cache.num_heads)
+        dtype = "uint8" if self.size.dtype.startswith("fp8") else self.size.dtype
+        context = Context(self.tp_rank % self.side.dcp, self.side.dcp, self.side.interleave)
+        tokens = self.size.block_tokens * self.side.dcp
+        return Layer(name, *place, self.num_blocks, tokens, dtype, heads, fields, context)
+
+    def _state(self, name: str, cache: Recurrent, place: _Place, slot_stride_bytes: int) -> Iterator[Layer]:
+        """Each part of a state is a layer of its own."""
+        spec = state_spec(cache, self.side, self.size.dtype)
+        rank = states.Rank(self.tp_rank, self.side.tp, cache.groups, steps_outermost=self.side.conv == "SD")
+        for part in states.parts(spec, rank, slot_stride_bytes):
+            yield Layer(
+                f"{name}/{part.name}",
+                *place,
+                num_blocks=self.num_blocks,
+                block_size=STATE_TOKENS,
+                dtype=part.dtype,
+                heads=part.heads,
+                fields=part.fields,
+            )
+
+
+def _has_attention(model: Model) -> bool:
+    return any(isinstance(cache, Attention) for cache in model.caches)
+
+
+def _settings(model: Model, side: Side, size: Sizes, cut: Sequence[range]) -> str:
+    parts = [f"tp {side.tp}"]
+    if side.pp > 1:
+        parts.append(f"pp {side.pp} ({'+'.join(str(len(stage)) for stage in cut)} layers)")
+    if side.dp > 1:
+        parts.append(f"dp {side.dp}")
+    if side.dcp > 1:
+        parts.append(f"dcp {side.dcp}")
+    if _has_attention(model):
+        parts.append(f"block {size.block_tokens}")
+    return ", ".join([*parts, side.layout, size.dtype])
+
+
+def _notes(model: Model, side: Side, size: Sizes) -> Iterator[str]:
+    if side.dp > 1:
+        yield (
+            f"each of its {side.dp} DP ranks is an engine of its own with this layout, and a request names the "
+            "one that it means, so the pairs hold for each."
+        )
+    if side.dcp > 1:
+        yield (
+            f"decode context parallel ranks hold {words.count(side.interleave, 'token')} each in turn; a block is "
+            f"{size.block_tokens} tokens on each of {side.dcp}."
+        )
+    has_states = any(isinstance(cache, Recurrent) for cache in model.caches)
+    if has_states and _has_attention(model):
+        yield f"a block has {size.block_tokens} tokens, so that it can hold a state."
+    if has_states:
+        yield f"a state's window is in vLLM's order {side.conv}."
+    if size.dtype.startswith("fp8"):
+        yield f"the scales of {size.dtype} do not lie in the cache; the handshake compares them."

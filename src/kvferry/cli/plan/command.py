@@ -1,0 +1,194 @@
+"""`kvferry plan` itself: from options to engines and a request, and from the survey to what is printed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import typer
+from rich.console import Console
+
+from kvferry.cli.errors import Problem
+from kvferry.cli.plan import cases, data, models, sides, svg, text
+from kvferry.cli.plan.advice import Advice, advise, warnings
+from kvferry.cli.plan.caches import engine
+from kvferry.cli.plan.engines import Engine
+from kvferry.cli.plan.models import Model
+from kvferry.cli.plan.requests import Request, adjacent, longest_block, scattered
+from kvferry.cli.plan.sides import Side
+from kvferry.cli.plan.sizes import sizes
+from kvferry.cli.plan.survey import Survey, survey
+from kvferry.layout import LayoutError
+from kvferry.topology import TopologyError
+
+DEFAULT_TOKENS, MOST_TOKENS = 1024, 1 << 24
+
+_MOST_TO_PLAN_TWICE = 1 << 18
+"""Descriptors of a request that is planned a second time, with adjacent blocks."""
+
+
+class Options(NamedTuple):
+    """What was typed; see `kvferry plan --help`."""
+
+    consumer: str = ""
+    producer: str = ""
+    model: Path | None = None
+    case: Path | None = None
+    name: str | None = None
+    tokens: str | None = None
+    block_ids: str | None = None
+    descriptors: bool = False
+    as_json: bool = False
+    svg: Path | None = None
+
+
+class Planned(NamedTuple):
+    """A survey, and what would be better; None if nothing else was planned."""
+
+    survey: Survey
+    advice: tuple[Advice, ...] | None = None
+
+
+BlockIds = tuple[list[list[int]], list[list[int]]]
+
+
+def run(options: Options, console: Console) -> int:
+    """0 if all of it can be planned, else 1. Raises Problem for options that can't be understood."""
+    planned = _of_cases(options) if options.case is not None else [_of_models(options)]
+    if options.svg is not None:
+        if len(planned) > 1:
+            raise Problem(f"--svg draws one case, {options.case} has {len(planned)}", "Choose one with --name.")
+        _write(options.svg, svg.picture(planned[0].survey, planned[0].advice))
+    descriptors = options.descriptors or options.block_ids is not None
+    if options.as_json:
+        found = [data.as_json(*one, descriptors) for one in planned]
+        typer.echo(json.dumps(found[0] if len(found) == 1 else found, indent=2, ensure_ascii=False))
+    else:
+        for one in planned:
+            text.show(*one, console, descriptors)
+    return 1 if any(one.survey.refused for one in planned) else 0
+
+
+def _of_cases(options: Options) -> list[Planned]:
+    """Layouts that a file spells out."""
+    for option in ("consumer", "producer", "model"):
+        if getattr(options, option):
+            raise Problem(f"--case and --{option} exclude each other: a case has its own layouts")
+    found = []
+    for case in cases.load(options.case or Path(), options.name):
+        others, tokens = _block_ids(options.block_ids), _tokens(options.tokens)
+        if others is None and tokens is None:  # the case's own tokens need not fit into other blocks
+            tokens = case.tokens
+        request = _request(case.consumer, case.producer, tokens, others or case.block_ids)
+        found.append(Planned(survey(case.consumer, case.producer, request)))
+    return found
+
+
+def _of_models(options: Options) -> Planned:
+    """Layouts that vLLM would make for a model."""
+    if options.name is not None:
+        raise Problem("--name chooses a case, and there is no --case")
+    consumer = sides.parse("--consumer", options.consumer, options.model)
+    producer = sides.parse("--producer", options.producer, options.model)
+    read = {"consumer": _model(consumer, producer), "producer": _model(producer, consumer)}
+    ids, tokens = _block_ids(options.block_ids), _tokens(options.tokens)
+    most = max((max(group, default=0) for side in ids or () for group in side), default=0)
+    end = tokens[1] if tokens else 1 if ids else DEFAULT_TOKENS
+
+    def make(role: str, side: Side, num_tokens: int) -> Engine:
+        return engine(role, read[role], side, num_tokens, most + 1 if ids else 0)
+
+    blocks = (_block(role, side, read[role]) for role, side in (("consumer", consumer), ("producer", producer)))
+    room = max(end, *blocks)
+    engines = make("consumer", consumer, room), make("producer", producer, room)
+    request = _request(*engines, tokens or (None if ids else (0, end)), ids)
+    found = survey(*engines, request)
+    if ids is None:
+        found = replace(found, adjacent_descriptors=_adjacent(found), notes=tuple(_notes(found)))
+    advice = advise(found, consumer, producer, make) if warnings(found) and ids is None else None
+    return Planned(found, advice)
+
+
+def _model(side: Side, other: Side) -> Model:
+    """The model of a side, or of the other where it has none."""
+    path = side.model or other.model
+    if path is None:
+        raise Problem(
+            "which model? Give --model, or a side's own as --consumer config.json,tp=4",
+            f"Understood are: {models.understood()}.",
+        )
+    return models.read(path)
+
+
+def _block(role: str, side: Side, model: Model) -> int:
+    try:
+        return sizes(model, side).block_tokens
+    except (LayoutError, TopologyError) as error:
+        raise Problem(f"--{role}: {error}") from None
+
+
+def _request(consumer: Engine, producer: Engine, tokens: tuple[int, int] | None, block_ids: BlockIds | None) -> Request:
+    """The request of the given blocks, or of blocks that lie scattered."""
+    if block_ids is None:
+        return scattered(consumer, producer, *(tokens or (0, longest_block(consumer))))
+    if tokens is None:
+        held = zip(consumer.groups, block_ids[0], strict=False)
+        tokens = 0, min((group.tokens * len(ids) for group, ids in held if not group.kept.keeps_state), default=1)
+    return Request(cases.tables(block_ids[0]), cases.tables(block_ids[1]), *tokens)
+
+
+def _adjacent(found: Survey) -> int | None:
+    """Descriptors of the same request if block ids follow one another on both sides."""
+    if found.refused or found.total.descriptors > _MOST_TO_PLAN_TWICE:
+        return None
+    tokens = found.request.first_token, found.request.end_token
+    return survey(found.consumer, found.producer, adjacent(found.consumer, found.producer, *tokens)).total.descriptors
+
+
+def _notes(found: Survey) -> Iterator[str]:
+    """What a person should know about a request that was made up."""
+    if found.refused:
+        return
+    yield "Block ids are taken as scattered over both caches, as after some time of serving."
+    if any(group.kept.window is not None for group in found.consumer.groups):
+        yield "Of a sliding window only those blocks move that the next token looks at."
+    if any(group.kept.keeps_state for group in found.consumer.groups):
+        yield "A state is not cut into blocks: it moves whole, once for a request."
+
+
+def _tokens(given: str | None) -> tuple[int, int] | None:
+    """ "1024", or "16:48" from the first token on that is wanted. Raises Problem."""
+    if given is None:
+        return None
+    first, colon, end = given.rpartition(":")
+    if not end.isdecimal() or (colon and not first.isdecimal()):
+        raise Problem(f"--tokens {given}: must be a number of tokens, or FIRST:END")
+    if int(first or 0) >= int(end):
+        raise Problem(f"--tokens {given}: from token {int(first or 0)} to token {int(end)} there is none")
+    if int(end) > MOST_TOKENS:
+        raise Problem(f"--tokens {given}: more than {MOST_TOKENS:,}")
+    return int(first or 0), int(end)
+
+
+def _block_ids(given: str | None) -> BlockIds | None:
+    """ "[[1,2,7]]:[[4,5,9]]": the consumer's and the producer's, one list for each KV cache group. Raises Problem."""
+    if given is None:
+        return None
+    try:
+        consumer, producer = (json.loads(part) for part in given.split(":"))
+    except ValueError:
+        raise Problem(f"--block-ids {given}: must be CONSUMER:PRODUCER, such as [[1,2,7]]:[[4,5,9]]") from None
+    for side, groups in (("consumer", consumer), ("producer", producer)):
+        if not cases.are_block_ids(groups):
+            raise Problem(f"--block-ids {given}: the {side}'s must be one list of numbers for each KV cache group")
+    return consumer, producer
+
+
+def _write(file: Path, content: str) -> None:
+    try:
+        file.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise Problem(f"--svg {file} can't be written: {error.strerror}") from None

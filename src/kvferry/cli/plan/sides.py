@@ -1,0 +1,128 @@
+"""What a person says about one engine: `config.json,tp=4,block=64,layout=NHD`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvferry.cli.errors import Problem
+from kvferry.layout import PHYSICAL_ORDERS
+
+ALIASES = {"HND": "LBHNC", "NHD": "LBNHC"}
+"""vLLM's short names."""
+
+CPU_LAYOUTS = ("cpu", "cpu-amx")
+"""vLLM's CPU attention: keys transposed in each (block, head) tile; or packed for AMX, which nobody else can read."""
+
+PLANES = {"separated": "2BNHD", "separated-hnd": "2BHND", "interleaved": "B2NHD", "interleaved-hnd": "B2HND"}
+"""A tensor of K and V planes for each layer: all keys before all values, or in each block."""
+
+LAYOUTS = (*PHYSICAL_ORDERS, *ALIASES, *CPU_LAYOUTS, *PLANES)
+
+DTYPES = {
+    **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
+    **dict.fromkeys(("fp16", "half", "float16"), "float16"),
+    **dict.fromkeys(("fp32", "float", "float32"), "float32"),
+    **dict.fromkeys(("fp8", "fp8_e4m3"), "fp8_e4m3"),
+    "fp8_e5m2": "fp8_e5m2",
+}
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1}
+
+
+class Side(NamedTuple):
+    """One engine's settings.
+
+    pp_layers: decoder layers of each pipeline stage, empty for vLLM's even split. dcp: decode context parallel ranks,
+    which are dealt tokens in runs of `interleave`. block: tokens of a block, None for
+    vLLM's default. dtype: the cache's, None for the model's. blocks: how many there are, None for as many as are
+    needed. conv: order of a convolution's window in memory, SD (steps outermost) or DS. ssm: dtype of recurrent states.
+    """
+
+    model: Path | None = None
+    tp: int = 1
+    pp: int = 1
+    pp_layers: tuple[int, ...] = ()
+    dp: int = 1
+    dcp: int = 1
+    interleave: int = 1
+    block: int | None = None
+    layout: str = "LBHNC"
+    dtype: str | None = None
+    blocks: int | None = None
+    conv: str = "SD"
+    ssm: str | None = None
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.layout in CPU_LAYOUTS
+
+
+def parse(option: str, text: str, model: Path | None) -> Side:
+    """The settings of `[MODEL,]key=value,...`, where `model` is what holds for both. Raises Problem, naming the key."""
+    values: dict[str, Any] = {"model": model}
+    given: dict[str, str] = {}
+    for position, part in enumerate(piece.strip() for piece in text.split(",")):
+        key, equals, value = part.partition("=")
+        if not part:
+            continue
+        if not equals and position == 0:
+            key, value = "model", part
+        elif not equals or not value:
+            raise Problem(f"{option}: {part!r} is not KEY=VALUE", _known())
+        if key not in _READERS:
+            raise Problem(f"{option}: {key} is not known", _known())
+        if key in given:
+            raise Problem(f"{option}: {key} is given twice, as {given[key]} and {value}")
+        given[key] = value
+        try:
+            values[key] = _READERS[key](value)
+        except ValueError as error:
+            raise Problem(f"{option}: {key} {value!r}: {error}") from None
+    side = Side(**values)
+    if side.pp_layers and "pp" in given and side.pp != len(side.pp_layers):
+        raise Problem(f"{option}: pp is {side.pp}, but pp_layers {given['pp_layers']} has {len(side.pp_layers)} stages")
+    return side._replace(pp=len(side.pp_layers)) if side.pp_layers else side
+
+
+def _known() -> str:
+    return f"Keys are {', '.join(_READERS)}."
+
+
+_MOST = 1 << 20
+
+
+def _number(value: str) -> int:
+    if not value.isdecimal() or not 1 <= int(value) <= _MOST:
+        raise ValueError(f"must be a positive number, at most {_MOST:,}")
+    return int(value)
+
+
+def _stages(value: str) -> tuple[int, ...]:
+    return tuple(_number(part) for part in value.split("+"))
+
+
+def _one_of(choices: Mapping[str, str]) -> Callable[[str], str]:
+    def read(value: str) -> str:
+        if value not in choices:
+            raise ValueError(f"must be one of {', '.join(choices)}")
+        return choices[value]
+
+    return read
+
+
+_READERS: dict[str, Callable[[str], Any]] = {
+    "model": Path,
+    "tp": _number,
+    "pp": _number,
+    "pp_layers": _stages,
+    "dp": _number,
+    "dcp": _number,
+    "interleave": _number,
+    "block": _number,
+    "layout": _one_of({name: ALIASES.get(name, name) for name in LAYOUTS}),
+    "dtype": _one_of(DTYPES),
+    "blocks": _number,
+    "conv": _one_of({"SD": "SD", "DS": "DS"}),
+    "ssm": _one_of({name: dtype for name, dtype in DTYPES.items() if not dtype.startswith("fp8")}),
+}

@@ -1,0 +1,89 @@
+"""Numbers, ranks, layers and heads in few words, for tables and pictures."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from kvferry.topology import ShareLayer
+
+_DECODER_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_MOST_NAMES = 4
+_MOST_RANGES = 4
+_MOST_LETTERS = 36
+
+
+def size(count: float) -> str:
+    """Bytes: "512 B", "16 KiB", "2.5 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if count == int(count) or count >= 100 else f"{count:.1f} {unit}"
+
+
+def count(number: int, what: str) -> str:
+    """ "1 descriptor", "1,024 descriptors"."""
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def sizes(shortest: int, longest: int) -> str:
+    """The length of descriptors, or both ends of it."""
+    return size(shortest) if shortest == longest else f"{size(shortest)} to {size(longest)}"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """ "0-3, 8": ascending numbers as ranges."""
+    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in _runs(numbers))
+
+
+def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    for number in sorted(set(numbers)):
+        if found and found[-1][1] == number - 1:
+            found[-1] = (found[-1][0], number)
+        else:
+            found.append((number, number))
+    return found
+
+
+def layers(names: Sequence[str]) -> str:
+    """Decoder layers by number, other layers by name: "0-31", "10 of 5-59", "A, B"."""
+    numbers = {int(match[1]) for name in names if (match := _DECODER_LAYER.search(name))}
+    if not numbers:
+        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        return ", ".join(names[:_MOST_NAMES]) + more
+    if len(_runs(numbers)) > _MOST_RANGES:
+        return f"{len(numbers)} of {min(numbers)}-{max(numbers)}"
+    return ranges(numbers)
+
+
+def in_order(name: str) -> tuple[int, str]:
+    """A key that sorts layers by decoder layer, then by name."""
+    match = _DECODER_LAYER.search(name)
+    return (int(match[1]) if match else -1, name)
+
+
+def heads(parts: Sequence[ShareLayer]) -> str:
+    """ "0-3": the heads of all layers; of a state's parts, those of the last."""
+    last = parts[-1]
+    return ranges(range(last.start, last.stop))
+
+
+def ranks(pairs: Sequence[tuple[str, str]]) -> str:
+    """Who takes from whom, as (consumer, producer): "0, 1 ← 0; 2, 3 ← 1", or only both ends where there are many."""
+    taken: dict[str, list[str]] = {}
+    for consumer, producer in pairs:
+        taken.setdefault(producer, []).append(consumer)
+    full = "; ".join(f"{labels(consumers)} ← {producer}" for producer, consumers in taken.items())
+    if len(taken) <= _MOST_NAMES and len(full) <= _MOST_LETTERS:
+        return full
+    return f"{labels([consumer for consumer, _ in pairs])} ← {labels(list(taken))}"
+
+
+def labels(names: Sequence[str]) -> str:
+    """Ranks: numbers as ranges, others listed, or the first and the last of many."""
+    names = list(dict.fromkeys(names))
+    if all(name.isdecimal() for name in names):
+        return ranges(map(int, names))
+    return ", ".join(names) if len(names) <= _MOST_NAMES else f"{names[0]} … {names[-1]}"

@@ -1,0 +1,393 @@
+"""`kvferry plan` as a person uses it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import plan_models
+import pytest
+from typer.testing import CliRunner
+
+from kvferry.cli.main import app
+
+CASES_FILE = Path(__file__).parent.parent / "cases" / "plan.json"
+CASES = json.loads(CASES_FILE.read_text())
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["plan", *arguments])
+    return result.exit_code, result.output
+
+
+def run_json(*arguments: str) -> tuple[int, Any]:
+    status, output = run(*arguments, "--json")
+    return status, json.loads(output)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> str:
+    return str(plan_models.write(tmp_path / "llama", plan_models.LLAMA))
+
+
+def name(case: dict[str, Any]) -> str:
+    return case["name"]
+
+
+def runs_by_layer(pair: dict[str, Any]) -> dict[str, list[list[int]]]:
+    return {one["layers"][0]: one["runs"] for one in pair["descriptors"]}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "refused" not in case], ids=name)
+def test_golden_cases_from_the_shell(case: dict[str, Any]) -> None:
+    status, found = run_json("--case", str(CASES_FILE), "--name", case["name"], "--descriptors")
+    assert (status, found["possible"], found["refused"]) == (0, True, [])
+    expected = case["descriptors_by_source"] if "descriptors_by_source" in case else [case["descriptors"]]
+    assert [runs_by_layer(pair) for pair in found["pairs"]] == expected
+    assert found["total"]["bytes"] == case["num_bytes"]
+    assert found["required_bytes"] == case.get("required_bytes", case["num_bytes"])
+    if "source_ranks" in case:
+        assert [pair["producer_rank"] for pair in found["pairs"]] == case["source_ranks"]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "refused" in case], ids=name)
+def test_golden_refusals_from_the_shell(case: dict[str, Any]) -> None:
+    status, output = run("--case", str(CASES_FILE), "--name", case["name"])
+    assert status == 1
+    line = next(line for line in output.splitlines() if line.startswith("refused: "))
+    for word in case["refused"]:
+        assert word in line
+
+
+def test_all_cases_of_a_file() -> None:
+    status, found = run_json("--case", str(CASES_FILE))
+    assert status == 1
+    assert [one["consumer"]["title"] for one in found] == [case["name"] for case in CASES]
+
+
+def test_other_blocks_and_tokens_for_a_case() -> None:
+    case = ("--case", str(CASES_FILE), "--name", "L1 separated K/V")
+    status, found = run_json(*case, "--block-ids", "[[3]]:[[8]]")
+    assert (status, found["tokens"]) == (0, [0, 16])
+    assert runs_by_layer(found["pairs"][0]) == {"A": [[1536, 4096, 512], [6656, 9216, 512]]}
+    status, found = run_json(*case, "--tokens", "16:32", "--descriptors")
+    assert runs_by_layer(found["pairs"][0]) == {"A": [[1024, 2560, 512], [6144, 7680, 512]]}
+
+
+def test_which_heads_and_layers_go_where(llama: str) -> None:
+    status, found = run_json("--model", llama, "--consumer", "tp=4", "--producer", "tp=2,pp=2")
+    assert (status, found["possible"]) == (0, True)
+    assert [(pair["consumer_rank"], pair["labels"][1]) for pair in found["pairs"]] == [
+        (rank, f"pp{stage}.tp{rank // 2}") for rank in range(4) for stage in (0, 1)
+    ]
+    for pair in found["pairs"]:
+        (part,) = pair["parts"]
+        assert {tuple(layer["heads"]) for layer in part["layers"]} == {(rank := 2 * pair["consumer_rank"], rank + 2)}
+        numbers = [int(layer["name"].split(".")[2]) for layer in part["layers"]]
+        first = 16 * int(pair["labels"][1][2])
+        assert numbers == list(range(first, first + 16))
+        assert part["block"] == {"tokens": 16, "descriptors": 16, "bytes": 16 * 16384, "run_bytes": [16384, 16384]}
+        assert part["request"]["descriptors"] == 16 * 64
+    assert found["total"] == {"tokens": 1024, "descriptors": 8192, "bytes": 1 << 27, "run_bytes": [16384, 16384]}
+
+
+def test_what_a_person_reads(llama: str) -> None:
+    status, output = run("--model", llama, "--consumer", "tp=4", "--producer", "tp=2,dp=3", "--tokens", "5008")
+    assert status == 0
+    for text in (
+        "consumer  llama: tp 4, block 16, LBHNC, bfloat16, 4 ranks",
+        "producer  llama: tp 2, dp 3, block 16, LBHNC, bfloat16, 2 ranks",
+        "0-1 ← 0; 2-3 ← 1",
+        "full attention",
+        "0-31",
+        "16 KiB",
+        "32 in 512 KiB",  # a block: each of 32 layers
+        "10,016 in 156 MiB",
+        "In all 40,064 descriptors and 626 MiB over 4 pairs of ranks.",
+        "each of its 3 DP ranks is an engine of its own",
+        "Block ids are taken as scattered",
+    ):
+        assert text in output, text
+    assert "warning" not in output
+
+
+def test_surplus_is_told(llama: str) -> None:
+    """Of the last block only eight tokens were asked for, but its heads are copied whole."""
+    _, output = run("--model", llama, "--consumer", "", "--producer", "tp=1", "--tokens", "24")
+    assert "In all 64 descriptors and 4 MiB, 3 MiB of them for the tokens that were asked for" in output
+
+
+def test_equal_sides_pair_rank_by_rank_and_rows_are_shared(llama: str) -> None:
+    _, output = run("--model", llama, "--consumer", "tp=8", "--producer", "tp=8")
+    assert "0-7 ← 0-7" in output
+    assert "1 of 8 each" in output
+    assert output.count("full attention") == 1
+
+
+def test_blocks_that_follow_one_another_join(llama: str) -> None:
+    _, found = run_json("--model", llama, "--consumer", "", "--producer", "")
+    assert (found["total"]["descriptors"], found["adjacent_descriptors"]) == (32 * 64, 32)
+
+
+def test_a_window_asks_only_for_what_it_looks_at(tmp_path: Path) -> None:
+    model = str(plan_models.write(tmp_path / "gemma", plan_models.GEMMA3))
+    status, found = run_json("--model", model, "--tokens", "4096")
+    assert status == 0
+    blocks = {
+        part["cache"]: part["request"]["descriptors"] / len(part["layers"]) for part in found["pairs"][0]["parts"]
+    }
+    assert blocks == {"window of 1,024": 64, "full attention": 256}
+
+
+def test_a_state_moves_once(tmp_path: Path) -> None:
+    model = str(plan_models.write(tmp_path / "qwen", plan_models.QWEN3_NEXT))
+    found = [run_json("--model", model, "--tokens", str(tokens))[1] for tokens in (1000, 9000)]
+    states = [one["pairs"][0]["parts"][0] for one in found]
+    assert states[0]["cache"] == "GDN state"
+    assert [(state["block"], state["request"]["bytes"]) for state in states] == [
+        (None, 36 * (3 * 8192 + 32 * 128 * 128) * 2)
+    ] * 2
+    assert "A state is not cut into blocks: it moves whole, once for a request." in found[0]["notes"]
+
+
+def test_a_latent_is_read_from_every_rank(tmp_path: Path) -> None:
+    model = str(plan_models.write(tmp_path / "deepseek", plan_models.DEEPSEEK))
+    _, found = run_json("--model", model, "--consumer", "tp=8", "--producer", "tp=4")
+    assert [(pair["consumer_rank"], pair["producer_rank"]) for pair in found["pairs"]] == [
+        (rank, rank // 2) for rank in range(8)
+    ]
+
+
+def test_context_parallel_ranks_share_the_tokens(tmp_path: Path) -> None:
+    model = str(plan_models.write(tmp_path / "deepseek", plan_models.DEEPSEEK))
+    _, found = run_json("--model", model, "--consumer", "tp=2,dcp=2", "--producer", "tp=1", "--tokens", "64")
+    assert [pair["request"]["bytes"] for pair in found["pairs"]] == [61 * 32 * 1152] * 2
+    assert found["advice"][0]["settings"] == [{"side": "consumer", "set": "interleave=16"}]
+
+
+@pytest.mark.parametrize(
+    ("consumer", "producer", "words"),
+    [
+        (
+            "dtype=fp8",
+            "",
+            (
+                "KV cache dtype: consumer has fp8_e4m3, producer has bfloat16",
+                "layer model.layers.0.self_attn.attn: dtype",
+            ),
+        ),
+        (
+            "layout=cpu,block=32",
+            "layout=cpu-amx,block=32",
+            ("layer model.layers.0.self_attn.attn: fields: consumer has ['k', 'v'], producer has ['tile'] [",),
+        ),
+        (
+            "layout=cpu-amx,block=32",
+            "layout=cpu-amx,block=64",
+            ("packing: consumer has CPU_ATTN:amx:torch.bfloat16:32",),
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(llama: str, consumer: str, producer: str, words: tuple[str, ...]) -> None:
+    status, output = run("--model", llama, "--consumer", consumer, "--producer", producer)
+    assert status == 1
+    for word in words:
+        assert word in output
+    status, found = run_json("--model", llama, "--consumer", consumer, "--producer", producer)
+    assert (status, found["possible"], found["pairs"]) == (1, False, [])
+    assert found["refused"][0]["consumer"] != found["refused"][0]["producer"]
+
+
+def test_different_models_are_refused(llama: str, tmp_path: Path) -> None:
+    other = plan_models.write(tmp_path / "other", {**plan_models.LLAMA, "num_hidden_layers": 30})
+    status, output = run("--consumer", f"{llama},tp=1", "--producer", f"model={other}")
+    assert status == 1
+    assert "refused: model: consumer has llama of 32 layers, producer has llama of 30 layers" in output
+    assert "layer model.layers.30.self_attn.attn: KV head: consumer has 0, producer has no such layer" in output
+
+
+def test_exploding_descriptors_come_with_what_would_help(llama: str) -> None:
+    arguments = ("--model", llama, "--consumer", "tp=4", "--producer", "tp=2,layout=NHD")
+    status, found = run_json(*arguments)
+    assert status == 0
+    (warning,) = found["warnings"]
+    assert warning["block"]["descriptors"] == 32 * 2 * 16
+    first, second = found["advice"]
+    assert first["settings"] == [{"side": "producer", "set": "layout=LBHNC"}]
+    assert (first["now"]["descriptors"], first["then"]["descriptors"]) == (65536, 2048)
+    assert second["settings"] == [{"side": side, "set": "layout=BHLNC"} for side in ("consumer", "producer")]
+    assert second["then"] == {"tokens": 1024, "descriptors": 64, "bytes": 1 << 25, "run_bytes": [1 << 19, 1 << 19]}
+    _, output = run(*arguments)
+    assert (
+        "warning: descriptors explode (full attention): a block of 16 tokens takes 1,024 of 512 B on average" in output
+    )
+    assert "With layout=LBHNC on the producer rank 0 takes 2,048 descriptors of 16 KiB for 1,024 tokens" in output
+
+
+def test_advice_keeps_what_it_promises(llama: str) -> None:
+    sides = {"consumer": "tp=4,layout=NHD", "producer": "tp=2,layout=NHD"}
+    for setting in run_json("--model", llama, "--consumer", sides["consumer"], "--producer", sides["producer"])[1][
+        "advice"
+    ]:
+        better = dict(sides)
+        for one in setting["settings"]:
+            better[one["side"]] = better[one["side"]].replace("layout=NHD", one["set"])
+        _, found = run_json("--model", llama, "--consumer", better["consumer"], "--producer", better["producer"])
+        taken = [pair["request"]["descriptors"] for pair in found["pairs"] if pair["consumer_rank"] == 0]
+        assert sum(taken) == setting["then"]["descriptors"]
+
+
+@pytest.mark.parametrize(
+    ("consumer", "producer", "setting"),
+    [
+        ("layout=cpu", "layout=cpu,block=32", ("producer", "block=128")),
+        ("block=16", "block=64,layout=BLNHC", None),
+    ],
+)
+def test_advice_on_blocks(llama: str, consumer: str, producer: str, setting: tuple[str, str] | None) -> None:
+    _, found = run_json("--model", llama, "--consumer", consumer, "--producer", producer, "--tokens", "256")
+    settings = [[(one["side"], one["set"]) for one in advice["settings"]] for advice in found["advice"]]
+    assert found["warnings"]
+    assert ([setting] in settings) if setting else settings
+
+
+def test_orders_of_a_states_window(tmp_path: Path) -> None:
+    config = {**plan_models.QWEN3_NEXT, "num_hidden_layers": 4}
+    model = str(plan_models.write(tmp_path / "qwen", config))
+    _, found = run_json("--model", model, "--consumer", "tp=2,conv=DS", "--producer", "tp=1")
+    assert [warning["cache"] for warning in found["warnings"]] == ["GDN state"]
+    assert [advice["settings"] for advice in found["advice"]] == [[{"side": "producer", "set": "conv=DS"}]]
+
+
+def test_no_other_setting_helps(llama: str) -> None:
+    arguments = ("--consumer", "layout=cpu,block=32", "--producer", "block=32", "--tokens", "32")
+    status, output = run("--model", llama, *arguments)
+    assert status == 0
+    assert "Nothing else that was planned" in output
+
+
+def test_exact_descriptors_of_given_blocks(llama: str) -> None:
+    arguments = (
+        "--model",
+        llama,
+        "--consumer",
+        "",
+        "--producer",
+        "block=32",
+        "--block-ids",
+        "[[7,1]]:[[4]]",
+        "--tokens",
+        "8:32",
+    )
+    _, output = run(*arguments)
+    page = 16 * 512 * 8  # tokens, K and V of 128 in two bytes, heads
+    head = 16 * 512
+    lines = [
+        tuple(map(int, line.split()))
+        for line in output.splitlines()
+        if line.split() and line.replace(" ", "").isdigit()
+    ]
+    assert "consumer 0 ← producer 0, region 0: 512 descriptors" in output
+    assert (7 * page + 8 * 512, 4 * 2 * page + 8 * 512, 8 * 512) in lines  # from token 8 on, head 0 of layer 0
+    assert (1 * page + 3 * head, 4 * 2 * page + 3 * 2 * head + 16 * 512, 16 * 512) in lines  # its second half, head 3
+    assert len(lines) == 512
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "which model? Give --model"),
+        (("--model", "{missing}"), "can't be read"),
+        (("--model", "{llama}", "--consumer", "tp=3"), "--consumer: tp_size 3 and total_heads 8"),
+        (("--model", "{llama}", "--consumer", "sp=3"), "--consumer: sp is not known"),
+        (("--model", "{llama}", "--tokens", "many"), "--tokens many: must be a number of tokens"),
+        (("--model", "{llama}", "--tokens", "99999999999"), "--tokens 99999999999: more than 16,777,216"),
+        (("--model", "{llama}", "--tokens", "9:9"), "--tokens 9:9: from token 9 to token 9 there is none"),
+        (("--model", "{llama}", "--block-ids", "[[1]]"), "must be CONSUMER:PRODUCER"),
+        (("--model", "{llama}", "--block-ids", "[1]:[[1]]"), "the consumer's must be one list of numbers"),
+        (("--model", "{llama}", "--block-ids", '[[1]]:[["1"]]'), "the producer's must be one list of numbers"),
+        (("--model", "{llama}", "--name", "L1"), "--name chooses a case"),
+        (("--model", "{llama}", "--svg", "{missing}/x.svg"), "can't be written"),
+        (("--case", "{cases}", "--model", "{llama}"), "--case and --model exclude each other"),
+        (("--case", "{cases}", "--name", "L99"), "has no case 'L99'"),
+        (("--case", "{missing}"), "can't be read"),
+        (("--case", "{cases}", "--svg", "x.svg"), "--svg draws one case"),
+    ],
+)
+def test_wrong_options(llama: str, tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    names = {"llama": llama, "missing": str(tmp_path / "missing"), "cases": str(CASES_FILE)}
+    status, output = run(*(_named(argument, names) for argument in arguments))
+    assert status == 2
+    assert words in output
+    assert "Traceback" not in output
+
+
+def _named(argument: str, names: dict[str, str]) -> str:
+    for name, value in names.items():
+        argument = argument.replace("{" + name + "}", value)
+    return argument
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("{", "is not JSON"),
+        ({}, "the case: the case: has no 'consumer'"),
+        ({"consumer": {"layers": {}}, "producers": []}, "producers: none"),
+        ({"consumer": {"layers": {}}, "producers": [{"layers": {}}]}, "layers: none"),
+        ({"consumer": {"layers": {}}, "producers": [], "tokens": [1]}, "tokens [1] are not two numbers"),
+        ({"consumer": {"layers": {}}, "producers": [], "consumer_rank": "0"}, "consumer_rank 0 are not two numbers"),
+        (
+            {"consumer": {"layers": {}}, "producers": [], "consumer_tables": [["a"]]},
+            "consumer_tables must be one list of numbers",
+        ),
+        (
+            {"consumer": {"layers": {"A": {"block_size": 0, "num_blocks": 4}}}, "producers": []},
+            "layer A: block_size 0 is not a positive number",
+        ),
+        ({"name": "x", "consumer": {"layers": {"A": {}}}, "producers": []}, "case x: layer A: has no 'block_size'"),
+        (
+            {
+                "consumer": {"layers": {"A": {"block_size": 16, "num_blocks": 4, "build": "system", "with": {}}}},
+                "producers": [],
+            },
+            "build 'system' is none of separated",
+        ),
+        (
+            {
+                "consumer": {
+                    "layers": {"A": {"block_size": 16, "num_blocks": 4, "build": "key_only", "with": {"size": 1}}}
+                },
+                "producers": [],
+            },
+            "with: ",
+        ),
+    ],
+)
+def test_a_case_that_is_wrong(tmp_path: Path, case: object, words: str) -> None:
+    file = tmp_path / "case.json"
+    file.write_text(case if isinstance(case, str) else json.dumps(case))
+    status, output = run("--case", str(file))
+    assert status == 2
+    assert words in output
+
+
+def test_a_single_case_without_blocks(tmp_path: Path) -> None:
+    side = {
+        "layers": {
+            "A": {
+                "block_size": 16,
+                "num_blocks": 4,
+                "build": "key_only",
+                "with": {"block_size": 16, "content_bytes": 8},
+            }
+        }
+    }
+    file = tmp_path / "case.json"
+    file.write_text(json.dumps({"consumer": side, "producers": [side]}))
+    status, found = run_json("--case", str(file))
+    assert (status, found["tokens"], found["total"]["bytes"]) == (0, [0, 16], 128)
+    status, output = run("--case", str(file), "--tokens", "80")
+    assert status == 2
+    assert "80 tokens need 5 blocks, the consumer's cache has 4" in output

@@ -1,0 +1,64 @@
+"""Reads the KV caches of running servers from outside, through /proc, to compare blocks byte by byte."""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+import msgspec
+
+from kvferry import records
+from kvferry.cli.servers import Server
+from kvferry.control.addresses import AllowedRanges
+from kvferry.control.endpoint import Endpoint, Received
+from kvferry.control.security import Security
+from kvferry.layout import Layer
+from kvferry.protocol import messages
+from kvferry.records import EngineRecord, WorkerRecord
+
+_RENDEZVOUS = re.compile(r"kvferry: engine (\S+) serves its rendezvous on (\S+)")
+_PATIENCE_S = 30.0
+
+
+def record_of(server: Server) -> EngineRecord:
+    """A server's record, asked for as a peer would."""
+    engine_id, address = _rendezvous(server)
+    with Endpoint("127.0.0.1", Security.choose("127.0.0.1", ()), AllowedRanges()) as endpoint:
+        endpoint.dial(address)
+        hello = messages.Hello(
+            version=messages.PROTOCOL_VERSION, engine_id=engine_id, incarnation=secrets.token_hex(16), seq=1
+        )
+        endpoint.send(address, messages.encode(hello))
+        for event in endpoint.receive(_PATIENCE_S):
+            if isinstance(event, Received):
+                answer = messages.decode(event.frame)
+                assert isinstance(answer, messages.Record), answer
+                return records.decode_engine(answer.payload)
+    raise AssertionError(f"{server.name} did not answer on {address}")
+
+
+def _rendezvous(server: Server) -> tuple[str, str]:
+    found = [match for line in server.log_lines(100_000) if (match := _RENDEZVOUS.search(line))]
+    assert found, f"{server.name} has not logged its rendezvous"
+    return found[-1].group(1), found[-1].group(2)
+
+
+def blocks(worker: WorkerRecord, layer: Layer) -> list[bytes]:
+    """What each block of a layer holds now; of a page, the bytes of the layer's fields from first to last."""
+    (field,) = layer.fields
+    reach = 1 + sum((axis.size - 1) * axis.stride_bytes for axis in field.axes)
+    start = worker.layout.regions[layer.region].address + layer.base_bytes + field.base_bytes
+    with open(f"/proc/{_pid(worker)}/mem", "rb", buffering=0) as memory:
+        return [_read(memory, start + block * field.block_stride_bytes, reach) for block in range(layer.num_blocks)]
+
+
+def _pid(worker: WorkerRecord) -> int:
+    """The worker's process, which its record for the local transport names."""
+    (payload,) = (transport.payload for transport in worker.transports if transport.name == "local")
+    pid: int = msgspec.msgpack.decode(payload)["pid"]
+    return pid
+
+
+def _read(memory: object, address: int, length: int) -> bytes:
+    memory.seek(address)  # type: ignore[attr-defined]
+    return memory.read(length)  # type: ignore[attr-defined, no-any-return]
