@@ -10,7 +10,7 @@ from pathlib import Path
 
 import caches
 import pytest
-from checks import BLOCK, alone, assert_drained, assert_same, first_leg, prompt_of, salt, second_leg
+from checks import BLOCK, alone, assert_drained, first_leg, prompt_of, salt, second_leg
 from harness import PATIENT, PairConfig
 
 from kvferry.cli import api
@@ -22,18 +22,23 @@ BF16 = ("--dtype", "bfloat16")  # vLLM's GDN layers on a CPU take nothing else
 LENGTHS = (24, BLOCK - 1, BLOCK, BLOCK + 1, 191, 983)
 """191: with a window of 64 tokens, what the last token looks at begins where a block begins."""
 
+NEAR_TIE = 0.1
+"""Log probabilities of one server in bfloat16 differ by up to 0.043 between its kernels for a prompt and a token."""
+
 wide = pytest.mark.wide
 
 
-def block_sizes(prefill: int, decode: int) -> PairConfig:
+def block_sizes(prefill: int, decode: int, kind: str = "llama") -> PairConfig:
     def specs(model: Path) -> list[ServerSpec]:
         sides = pair_of(model, extra=PATIENT)
         sizes = (prefill, decode)
         return [replace(side, args=("--block-size", str(size))) for side, size in zip(sides, sizes, strict=True)]
 
-    specs.__qualname__ = f"block_sizes({prefill}, {decode})"  # names the configuration
-    return PairConfig(specs=specs)
+    return PairConfig(kind=kind, specs=specs)
 
+
+HAS_AVX512 = "avx512f" in Path("/proc/cpuinfo").read_text()
+fp8_kernels = pytest.mark.skipif(not HAS_AVX512, reason="vLLM's fp8 caches on a CPU need AVX-512")
 
 BY_TOKENS = [
     pytest.param(PairConfig(kind="falconh1", tp_decode=2, transport="nixl", args=NO_PREFIX_CACHE), id="falconh1-1to2"),
@@ -44,12 +49,27 @@ BY_TOKENS = [
     pytest.param(PairConfig(kind="qwen3next", args=BF16), id="qwen3next", marks=wide),
     pytest.param(PairConfig(kind="gemma3"), id="gemma3", marks=wide),
     pytest.param(PairConfig(kind="gemma3", tp_decode=2), id="gemma3-1to2", marks=wide),
+    pytest.param(block_sizes(32, 64, "gemma3"), id="gemma3-blocks-32to64", marks=wide),
     pytest.param(PairConfig(kind="gptoss"), id="gptoss", marks=wide),
     pytest.param(PairConfig(kind="mistral"), id="mistral", marks=wide),
-    pytest.param(PairConfig(args=("--kv-cache-dtype", "fp8")), id="llama-fp8", marks=wide),
+    pytest.param(PairConfig(args=("--kv-cache-dtype", "fp8")), id="llama-fp8", marks=(wide, fp8_kernels)),
     pytest.param(block_sizes(32, 64), id="llama-blocks-32to64", marks=wide),
     pytest.param(block_sizes(64, 32), id="llama-blocks-64to32", marks=wide),
 ]
+
+
+def assert_right(pair: Cluster, prompt: list[int], answer: api.Json, expected: list[int]) -> None:
+    """The tokens are those of the decode server alone. In bfloat16 a near tie may fall the other way, since alone the
+    last token of a prompt goes through another kernel: then the two tokens are as likely where they first differ."""
+    found = api.tokens(answer)
+    if found == expected or pair.decode.spec is None or "bfloat16" not in pair.decode.spec.args:
+        assert found == expected
+        return
+    same = next(index for index, (one, other) in enumerate(zip(found, expected, strict=True)) if one != other)
+    fields = {"logprobs": 5, "return_tokens_as_token_ids": True, "max_tokens": 1}
+    scored = api.complete(pair.decode.url, [*prompt, *expected[:same]], cache_salt=salt(), **fields)
+    top = scored["choices"][0]["logprobs"]["top_logprobs"][0]
+    assert top[f"token_id:{expected[same]}"] - top.get(f"token_id:{found[same]}", -100.0) < NEAR_TIE
 
 
 @pytest.mark.parametrize("pair", BY_TOKENS, indirect=True)
@@ -58,8 +78,10 @@ def test_tokens_are_those_of_one_server(pair: Cluster) -> None:
         prompt = prompt_of(num_tokens, seed=num_tokens)
         expected = alone(pair, prompt)
         assert len(set(expected)) > 3  # a model whose text does not depend on its cache would prove nothing
-        report = assert_same(second_leg(pair, *first_leg(pair, prompt)), expected, "remote")
-        assert report["bytes"] > 0
+        answer = second_leg(pair, *first_leg(pair, prompt))
+        assert_right(pair, prompt, answer, expected)
+        report = api.transfer_report(answer)
+        assert (report["path"], report["bytes"] > 0) == ("remote", True)
     assert_drained(pair)
 
 
@@ -71,7 +93,7 @@ def test_a_shared_prefix_with_a_new_suffix(pair: Cluster) -> None:
     expected = alone(pair, longer)
     for _ in range(2):
         answer = second_leg(pair, *first_leg(pair, longer, cache_salt=shared))
-        assert api.tokens(answer) == expected
+        assert_right(pair, longer, answer, expected)
         assert api.transfer_report(answer)["path"] in ("remote", "local")
     assert_drained(pair)
 

@@ -313,6 +313,8 @@ class TestSharesOfContexts:
             prove_shares(own, shares[:1])
 
     def test_contexts_that_take_too_long_to_repeat(self) -> None:
-        far = dealt(Context(0, 2, (1 << 20) + 1))
-        with pytest.raises(Unproven, match="layer a: tokens after which contexts repeat"):
+        far = dealt(Context(0, 2, 1 << 21 | 1))
+        with pytest.raises(
+            Unproven, match=r"layer a: tokens after which contexts repeat: .*at most 4194304 for 1 producer"
+        ):
             prove_shares(self.consumer, [(Share(0, self.part), far)])

@@ -1,4 +1,4 @@
-"""Fixtures of the transport tests, and the table of what each transport passed."""
+"""Fixtures of the transport tests."""
 
 from __future__ import annotations
 
@@ -32,6 +32,13 @@ def _start(kit: Kit, started: list[PeerProcess]) -> PeerProcess:
 def kit(request: pytest.FixtureRequest) -> Kit:
     """The transport under test."""
     return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(autouse=True)
+def in_the_table(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
+    """A conformance test is a cell of the table that the run ends with."""
+    if request.node.path.name == "test_conformance.py" and "kit" in request.fixturenames:
+        record_property("transport", request.getfixturevalue("kit").label)
 
 
 @pytest.fixture
@@ -71,24 +78,3 @@ def pair(kit: Kit) -> Iterator[Any]:
         here.transport.close()
         for peer in started:
             peer.kill()
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    cells: dict[str, dict[str, str]] = {}
-    longest_first = sorted((kit.label for kit in KITS), key=len, reverse=True)
-    for outcome in ("passed", "failed", "error", "skipped"):
-        for report in terminalreporter.stats.get(outcome, ()):
-            test, _, parameters = report.nodeid.partition("test_conformance.py::")[2].partition("[")
-            label = next((label for label in longest_first if parameters.startswith((f"{label}-", f"{label}]"))), None)
-            if test and label:
-                row = cells.setdefault(test.removeprefix("test_").replace("_", " "), {})
-                if row.get(label) in (None, "passed"):
-                    row[label] = outcome
-    if not cells:
-        return
-    terminalreporter.section("transport conformance")
-    labels = [kit.label for kit in KITS]
-    width = max(map(len, cells))
-    terminalreporter.write_line(" " * width + "".join(f"  {label:>9}" for label in labels))
-    for case, row in cells.items():
-        terminalreporter.write_line(f"{case:<{width}}" + "".join(f"  {row.get(label, '-'):>9}" for label in labels))

@@ -296,8 +296,8 @@ def _ascend(starts: Ints, lengths: Ints) -> bool:
     return all((some + length <= following).all() for some, length, following in runs)
 
 
-MAX_PERIOD = 1 << 20
-"""Tokens after which contexts repeat, of both sides together; those in use repeat within a few blocks."""
+MAX_HELD = 1 << 22
+"""Tokens after which the contexts of both sides repeat, times producers: those in use repeat within a few blocks."""
 
 
 def prove_shares(consumer: CacheLayout, shares: Sequence[tuple[Share, CacheLayout]]) -> None:
@@ -337,9 +337,12 @@ def _has(heads: Heads, start: int, stop: int) -> bool:
 def _times_covered(where: str, consumer: Context, *producers: Context) -> list[int]:
     """How often the tokens of a consumer are held by the producers: each number that occurs, in order."""
     period = lcm(consumer.period, *(context.period for context in producers if not context.is_whole))
-    if period > MAX_PERIOD:
-        raise Unproven(f"{where}: tokens after which contexts repeat", f"at most {MAX_PERIOD}", period)
+    if period * len(producers) > MAX_HELD:
+        most = f"at most {MAX_HELD // len(producers)} for {len(producers)} producer ranks"
+        raise Unproven(f"{where}: tokens after which contexts repeat", most, period)
     tokens = np.arange(period, dtype=np.int64)
     tokens = tokens[consumer.holds(tokens)]
-    times = np.sum([context.holds(tokens) for context in producers], axis=0)
+    times = np.zeros(len(tokens), np.int64)
+    for context in producers:
+        times += context.holds(tokens)
     return [int(number) for number in np.unique(times)]
