@@ -68,7 +68,7 @@ def measure(name: str, consumer: CacheLayout, producer: CacheLayout, num_blocks:
     transfer = plan.bind([mine], [theirs], 0, end)
     bind_ms = best_ms(lambda: plan.bind([mine], [theirs], 0, end))
     tables: tuple[Sequence[np.ndarray], Sequence[np.ndarray]] = ([mine.block_ids], [theirs.block_ids])
-    proof_ms = best_ms(lambda: pairs.prove(plan.claims, plan.region_bytes, tables, 0, transfer))
+    proof_ms = best_ms(lambda: pairs.prove(plan.claims, plan.region_bytes, tables, (0, end), transfer))
     compile_ms = best_ms(lambda: compile(consumer, producer, share), 2)
     print(f"{name:32} {compile_ms:10.2f} {bind_ms:8.2f} {proof_ms:8.2f} {transfer.num_descriptors:12}")
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 import oracle
-from bulk_drawn import Engine, Engines, Request, draw_engines, draw_request
+from bulk_drawn import Engines, Request, draw_engines, draw_request, window_block
 from bulk_features import FEATURES, of_pair, of_request, splits
 
 from kvferry.layout import CacheLayout
@@ -173,7 +173,8 @@ def source(engines: Engines, layout: CacheLayout, share: Share, begin: int) -> S
 
 def bind(rank: Rank, request: Request) -> list[TransferPlan]:
     consumer, producer = ([BlockTable(np.array(one)) for one in side] for side in request.tables)
-    return [source.pair.bind(consumer, producer, request.first, request.end) for source in rank.sources]
+    tokens = request.first, request.end, request.window_starts
+    return [source.pair.bind(consumer, producer, *tokens) for source in rank.sources]
 
 
 def blocks(table: Sequence[int], block_size: int) -> tuple[Ints, Ints]:
@@ -222,41 +223,60 @@ def runs(rank: Rank, plans: Sequence[TransferPlan]) -> Runs:
     return Runs(consumer, producer, lengths, index)
 
 
+class Marks(NamedTuple):
+    """Addresses of bytes in a consumer rank's memory, and their coordinates."""
+
+    addresses: Ints
+    coordinates: Ints
+
+
 class Demand(NamedTuple):
-    """Addresses of bytes in a consumer rank's memory, and their coordinates; first those required, then those of the
-    tail, which may be written or not."""
+    """What must be written, and what may be: the head before a window's start, and the tail behind the last token."""
 
-    required: Ints
-    required_coordinates: Ints
-    tail: Ints
-    tail_coordinates: Ints
+    required: Marks
+    head: Marks
+    tail: Marks
 
 
-def demand(rank: Rank, block_sizes: Sequence[int], request: Request) -> Demand:
-    """Required are bytes whose tile has a wanted token, in blocks that the consumer has; the tail are later tokens in
-    the block of the last."""
+def demand(rank: Rank, engines: Engines, request: Request) -> Demand:
+    """Required are bytes whose tile has a wanted token, in blocks that the consumer has.
+
+    The head are earlier wanted tokens that share a block with the window's start on both sides; the tail are later
+    tokens in the block of the last.
+    """
     first, end = request.first, request.end
-    parts = [np.zeros((2, 0), np.int64)]
-    tails = [np.zeros((2, 0), np.int64)]
+    parts: list[list[Ints]] = [[np.zeros((2, 0), np.int64)] for _ in Demand._fields]
     for group, sheet in rank.sheets.items():
-        if first == end:
-            break
-        ids, first_tokens = blocks(request.tables[0][group], block_sizes[group])
-        addresses, coordinates = sheet.address + ids * sheet.block_stride, sheet.coordinate + first_tokens
-        starts = sheet.start + first_tokens
-        wanted = (starts > first - sheet.span) & (starts < end)
-        parts.append(np.stack([addresses[wanted], coordinates[wanted]]))
-        if len(ids) and first_tokens[-1, 0] <= end - 1 < first_tokens[-1, 0] + block_sizes[group]:
-            allowed = starts[-1] >= end
-            tails.append(np.stack([addresses[-1, allowed], coordinates[-1, allowed]]))
-    return Demand(*np.concatenate(parts, axis=1), *np.concatenate(tails, axis=1))
+        sizes, window = engines.block_sizes[group], request.window_starts[group]
+        ids, first_tokens = blocks(request.tables[0][group], sizes[0])
+        if first == end or not len(ids):
+            continue
+        both = np.stack([sheet.address + ids * sheet.block_stride, sheet.coordinate + first_tokens])
+        starts, low = sheet.start + first_tokens, max(first, window)
+        required = (starts > low - sheet.span) & (starts < end) & (low < end)
+        parts[0].append(both[:, required])
+        row = np.searchsorted(first_tokens[:, 0], window // sizes[0] * sizes[0])
+        if window > first and row < len(ids):
+            at_least = max(first, window_block(window, sizes))
+            head = (starts[row] > at_least - sheet.span) & (starts[row] < end) & ~required[row]
+            parts[1].append(both[:, row, head])
+        if first_tokens[-1, 0] <= end - 1 < first_tokens[-1, 0] + sizes[0]:
+            parts[2].append(both[:, -1, starts[-1] >= end])
+    return Demand(*(Marks(*np.concatenate(part, axis=1)) for part in parts))
 
 
-def judge(rank: Rank, wanted: Demand, plans: Sequence[TransferPlan], memory: Ints) -> Ints:
+class Surplus(NamedTuple):
+    """Bytes of the head and of the tail that were written, by plan."""
+
+    head: Ints
+    tail: Ints
+
+
+def judge(rank: Rank, wanted: Demand, plans: Sequence[TransferPlan], memory: Ints) -> Surplus:
     """Apply the plans of a consumer rank with plain copies, and look at every byte of its memory.
 
-    Each required byte was written once, with its own coordinate; no other byte was, but for the tail, and then with
-    its own coordinate too. Each plan counts its bytes right. Returns the bytes of the tail that each plan wrote.
+    Each required byte was written once, with its own coordinate; no other byte was, but for the head and the tail, and
+    then with their own coordinates too. Each plan counts its bytes right; those of the head count as required.
     """
     moved = runs(rank, plans)
     firsts = np.cumsum(moved.lengths) - moved.lengths
@@ -271,19 +291,22 @@ def judge(rank: Rank, wanted: Demand, plans: Sequence[TransferPlan], memory: Int
     writer[targets] = np.repeat(moved.plan, moved.lengths)
 
     named = np.zeros(size, np.bool_)
-    named[wanted.required] = True
-    named[wanted.tail] = True
-    assert named.sum() == len(wanted.required) + len(wanted.tail), "two coordinates share a byte"
-    assert (after[wanted.required] == wanted.required_coordinates).all(), "a required byte is missing or wrong"
+    for marks in wanted:
+        named[marks.addresses] = True
+    assert named.sum() == sum(len(marks.addresses) for marks in wanted), "two coordinates share a byte"
     assert not times[~named].any(), "written outside"
-    in_tail = times[wanted.tail] > 0
-    assert (after[wanted.tail[in_tail]] == wanted.tail_coordinates[in_tail]).all(), "a byte of the tail is wrong"
+    right = [after[marks.addresses] == marks.coordinates for marks in wanted]
+    assert right[0].all(), "a required byte is missing or wrong"
+    untouched = [times[marks.addresses] == 0 for marks in wanted]
+    assert (right[1] | untouched[1]).all(), "a byte of the head is wrong"
+    assert (right[2] | untouched[2]).all(), "a byte of the tail is wrong"
 
-    required = np.bincount(writer[wanted.required], minlength=len(plans))
-    tail = np.bincount(writer[wanted.tail[in_tail]], minlength=len(plans))
-    assert [plan.required_bytes for plan in plans] == required.tolist(), "required_bytes"
-    assert [plan.num_bytes for plan in plans] == (required + tail).tolist(), "num_bytes"
-    return tail
+    required, head, tail = (
+        np.bincount(writer[marks.addresses], minlength=len(plans) + 1)[: len(plans)] for marks in wanted
+    )
+    assert [plan.required_bytes for plan in plans] == (required + head).tolist(), "required_bytes"
+    assert [plan.num_bytes for plan in plans] == (required + head + tail).tolist(), "num_bytes"
+    return Surplus(head, tail)
 
 
 class Failure(AssertionError):
@@ -323,19 +346,19 @@ def prepare(seed: int) -> Made:
 
 def run_request(bench: Bench, request: Request) -> Counter[str]:
     counts: Counter[str] = Counter()
-    consumer: Engine = bench.engines.consumer
     memory, seen = fill(bench, request), of_request(bench.engines, request)
     for rank in bench.ranks:
         plans = bind(rank, request)
-        tails = judge(rank, demand(rank, consumer.block_sizes, request), plans, memory)
-        for source, plan, tail in zip(rank.sources, plans, tails.tolist(), strict=True):
+        surplus = judge(rank, demand(rank, bench.engines, request), plans, memory)
+        for source, plan, head, tail in zip(rank.sources, plans, *surplus, strict=True):
             counts["plans"] += 1
             if not plan.num_bytes:
                 continue
             counts["cases"] += 1
             counts["bytes"] += plan.num_bytes
             counts["descriptors"] += plan.num_descriptors
-            counts["surplus in the last block"] += tail > 0
+            counts["surplus in the last block"] += bool(tail)
+            counts["surplus before a window"] += bool(head)
             counts.update(source.features)
             counts.update(frozenset().union(*(seen[group] for group in source.groups)))
     return counts

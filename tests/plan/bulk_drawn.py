@@ -90,13 +90,22 @@ class Engines(NamedTuple):
     other_names: dict[str, str]
     most_tokens: int
 
+    @property
+    def block_sizes(self) -> list[tuple[int, int]]:
+        """By group, the consumer's and the producer's."""
+        return list(zip(self.consumer.block_sizes, self.producer.block_sizes, strict=True))
+
 
 class Request(NamedTuple):
-    """The tokens [first, end), and the block tables by group, the consumer's and the producer's."""
+    """The tokens [first, end), and the block tables by group, the consumer's and the producer's.
+
+    window_starts: by group, the first token that is still looked at, at most end; 0 where there is no sliding window.
+    """
 
     first: int
     end: int
     tables: tuple[list[list[int]], list[list[int]]]
+    window_starts: list[int]
 
 
 def draw_engines(rng: Random) -> Engines:
@@ -226,17 +235,30 @@ def _with_names(layout: CacheLayout, other_names: dict[str, str]) -> CacheLayout
 def draw_request(engines: Engines, rng: Random) -> Request:
     end = rng.randint(1, engines.most_tokens)
     first = 0 if rng.random() < 0.4 else rng.randrange(end) if rng.random() < 0.97 else end
-    sizes = list(zip(engines.consumer.block_sizes, engines.producer.block_sizes, strict=True))
-    mine = [draw_presence(rng, end, size) for size, _ in sizes]
-    theirs = [
-        [True] * -(-end // size) if rng.random() < 0.3 else needed(first, end, present, own, size)
-        for present, (own, size) in zip(mine, sizes, strict=True)
-    ]
-    return Request(
-        first,
-        end,
-        (draw_tables(rng, mine, engines.consumer.num_blocks), draw_tables(rng, theirs, engines.producer.num_blocks)),
-    )
+    windowed = rng.random() < 0.5
+    windows = [draw_window(rng, end, sizes) if windowed else 0 for sizes in engines.block_sizes]
+    mine, theirs = [], []
+    for window, (own, size) in zip(windows, engines.block_sizes, strict=True):
+        present = draw_presence(rng, end, own)
+        if rng.random() < 0.5:
+            present = [there and at + own > window for there, at in zip(present, range(0, end, own), strict=True)]
+        mine.append(present)
+        theirs.append(draw_given(rng, first, end, window, present, own, size))
+    tables = draw_tables(rng, mine, engines.consumer.num_blocks), draw_tables(rng, theirs, engines.producer.num_blocks)
+    return Request(first, end, tables, windows)
+
+
+def draw_window(rng: Random, end: int, sizes: tuple[int, int]) -> int:
+    """Where a group's window begins: at a bound of a block of either side, or anywhere."""
+    if STATE_TOKENS in sizes or rng.random() < 0.3:
+        return 0
+    step = rng.choice((*sizes, 1, 1))
+    return rng.randint(0, end // step) * step
+
+
+def window_block(window: int, sizes: tuple[int, int]) -> int:
+    """The first token that shares a block with a window's start on both sides."""
+    return max(window // size * size for size in sizes)
 
 
 def draw_presence(rng: Random, end: int, block_size: int) -> list[bool]:
@@ -248,6 +270,16 @@ def draw_presence(rng: Random, end: int, block_size: int) -> list[bool]:
         begin = rng.randrange(entries)
         return [entry >= begin for entry in range(entries)]
     return [rng.random() < 0.6 for _ in range(entries)]
+
+
+def draw_given(
+    rng: Random, first: int, end: int, window: int, present: list[bool], own_size: int, size: int
+) -> list[bool]:
+    """Which of a producer's table entries have a block: all, those that a window has left, or no more than needed."""
+    drawn = rng.random()
+    if drawn < 0.3:
+        return [drawn < 0.1 or at + size > window for at in range(0, end, size)]
+    return needed(max(first, window_block(window, (own_size, size))), end, present, own_size, size)
 
 
 def needed(first: int, end: int, present: list[bool], own_size: int, size: int) -> list[bool]:

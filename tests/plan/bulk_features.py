@@ -46,6 +46,12 @@ FEATURES = (
     "last block partly filled",
     "null blocks",
     "surplus in the last block",
+    "sliding window",
+    "window begins inside a consumer's block",
+    "window begins inside a producer's block",
+    "window with unequal block sizes",
+    "window's first block no longer whole on the producer",
+    "surplus before a window",
 )
 
 
@@ -97,14 +103,33 @@ def of_pair(engines: Engines, mine: CacheLayout, theirs: CacheLayout, share: Sha
 def of_request(engines: Engines, request: Request) -> dict[int, frozenset[str]]:
     """By group, what a consumer's block table and the wanted tokens have."""
     found = {}
-    for group, (table, size) in enumerate(zip(request.tables[0], engines.consumer.block_sizes, strict=True)):
+    for group, (size, _) in enumerate(engines.block_sizes):
+        table = request.tables[0][group]
         first, last = request.first // size, (request.end - 1) // size
         seen = {"null blocks"} if -1 in table[first : last + 1] else set()
         if size < STATE_TOKENS:
             seen |= {"hit inside a block"} if request.first % size and table[first] >= 0 else set()
             seen |= {"last block partly filled"} if request.end % size and table[last] >= 0 else set()
+            seen.update(_of_window(request, group, engines.block_sizes[group]))
         found[group] = frozenset(seen)
     return found
+
+
+def _of_window(request: Request, group: int, sizes: tuple[int, int]) -> Iterator[str]:
+    """Of a window that begins among the wanted tokens, where the consumer has a block."""
+    start, (mine, theirs) = request.window_starts[group], sizes
+    if not request.first < start < request.end or request.tables[0][group][start // mine] < 0:
+        return
+    yield "sliding window"
+    if start % mine:
+        yield "window begins inside a consumer's block"
+    if start % theirs:
+        yield "window begins inside a producer's block"
+    if mine != theirs:
+        yield "window with unequal block sizes"
+    before = range(max(request.first, start // mine * mine), start)
+    if any(request.tables[1][group][token // theirs] < 0 for token in before):
+        yield "window's first block no longer whole on the producer"
 
 
 def _has_kv_heads(layer: Layer) -> bool:

@@ -18,12 +18,13 @@ from kvferry.layout import (
     Heads,
     Layer,
     Region,
+    cpu_tiles,
     fused,
     key_only,
     physical_strides,
     state,
 )
-from kvferry.plan import PairPlan, Refusal, compile
+from kvferry.plan import PairPlan, Refusal, TransferPlan, compile
 from kvferry.topology import Share, ShareLayer, kv_heads, sources
 
 change = msgspec.structs.replace
@@ -98,6 +99,45 @@ def test_a_table_for_each_group() -> None:
     assert pair.bind(tables([[], [1]]), tables([[7, 7], [1]]), 0, 4).num_bytes == 8
 
 
+def test_a_window_leaves_out_the_chunks_before_it() -> None:
+    """Blocks of 4 from blocks of 2, 2 bytes a token: of the tokens 20 to 23 in the consumer's block 3, the producer has
+    22 and 23 only."""
+    mine, theirs = (cache(change(layer(), num_blocks=8, block_size=size, fields=key_only(size, 2))) for size in (4, 2))
+    my_ids, their_ids = [[-1] * 5 + [3, 1]], [[-1] * 11 + [5, 0, 4]]
+    pair = whole(mine, theirs)
+    plan = pair.bind(tables(my_ids), tables(their_ids), 0, 27, [22])
+    assert rows(plan) == [(8, 0, 4), (12, 16, 2), (28, 20, 4)]
+    assert (plan.starts, plan.required_bytes, plan.num_bytes) == ((22,), 10, 10)
+    oracle.run(mine, my_ids, (22, 27), [(plan, theirs)], their_ids)
+    with pytest.raises(Refusal, match="group 0: block of token 20: consumer has 3, producer has none"):
+        pair.bind(tables(my_ids), tables(their_ids), 0, 27, [21])
+
+
+def test_the_first_chunk_of_a_window_moves_whole() -> None:
+    """Two heads far apart, each tile with keys that a cut would scatter; the window begins inside the second block."""
+    heads = Heads(0, 2, 2)
+    fields = cpu_tiles((4, 2, 4, 4), (16, 64, 4, 1), head_size=2, itemsize=1)
+    both = cache(Layer("a", 0, 0, 0, 4, 4, "x", heads, fields))
+    my_ids, their_ids = [[-1, 3, 1]], [[-1, 0, 2]]
+    plan = whole(both, both).bind(tables(my_ids), tables(their_ids), 0, 12, [5])
+    assert rows(plan) == [(16, 32, 16), (48, 0, 16), (80, 96, 16), (112, 64, 16)]
+    assert (plan.starts, plan.required_bytes, plan.num_bytes) == ((4,), 64, 64)
+    oracle.run(both, my_ids, (4, 12), [(plan, both)], their_ids)
+
+
+def test_tokens_that_a_consumer_has_stay_although_a_window_begins_behind_them() -> None:
+    """A hit of 6 tokens, inside the chunk in which the window begins."""
+    both = cache(layer())
+    plan = whole(both, both).bind(tables([[2, 1]]), tables([[-1, 3]]), 6, 8, [7])
+    assert (rows(plan), plan.starts) == ([(12, 28, 4)], (6,))
+
+
+def rows(plan: TransferPlan) -> list[tuple[int, ...]]:
+    """All descriptors between the first regions, by consumer offset."""
+    (batch,) = plan.batches
+    return sorted(zip(*(column.tolist() for column in batch[2:]), strict=True))
+
+
 def pool(order: str, heads: Heads, num_layers: int = 3) -> CacheLayout:
     shape = (8, heads.count, 4, 4)
     strides, layer_stride = physical_strides(order, shape, num_layers, 2)
@@ -164,8 +204,7 @@ def test_descriptors_of_a_state() -> None:
     half, all_of_it = mixer(1, 2, False), mixer(0, 1, False)
     (share,) = sources(half, 1, 2, [all_of_it])
     plan = compile(half, all_of_it, share).bind(tables([[2]]), tables([[1]]), 0, 77)
-    rows = zip(*(column.tolist() for column in plan.batches[0][2:]), strict=True)
-    assert sorted(rows) == [(120, 144, 24), (144, 180, 12), (156, 204, 12), (168, 228, 12)]
+    assert rows(plan) == [(120, 144, 24), (144, 180, 12), (156, 204, 12), (168, 228, 12)]
 
 
 def test_what_is_kept_for_states_does_not_grow_with_requests() -> None:

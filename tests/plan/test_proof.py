@@ -84,7 +84,7 @@ def first_plan(situation: Situation) -> tuple[TransferPlan, Callable[[TransferPl
     plan = pair.bind(*request, *tokens)
     assume(plan.batches)
     block_ids = tuple([table.block_ids for table in side] for side in request)
-    return plan, lambda other: prove(pair.claims, pair.region_bytes, block_ids, tokens[0], other)
+    return plan, lambda other: prove(pair.claims, pair.region_bytes, block_ids, tokens, other)
 
 
 @settings(max_examples=80)
@@ -129,7 +129,7 @@ def plain_plan() -> tuple[TransferPlan, Callable[[TransferPlan], None]]:
     pair = compile(layout, layout, Share(0, (ShareLayer("a", 0, 1),)))
     plan = pair.bind(tables([[0, 3]]), tables([[1, 2]]), 0, 8)
     ids = [np.array([0, 3])], [np.array([1, 2])]
-    return plan, lambda other: prove(pair.claims, pair.region_bytes, ids, 0, other)
+    return plan, lambda other: prove(pair.claims, pair.region_bytes, ids, (0, 8), other)
 
 
 def test_overlapping_blocks_of_two_groups_are_refused() -> None:

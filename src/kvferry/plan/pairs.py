@@ -60,6 +60,8 @@ class PairPlan:
         if not 0 <= first_token <= end_token:
             raise Refusal("tokens", f"first_token {first_token}", f"end_token {end_token}")
         _check_groups(self.groups, consumer_tables, producer_tables)
+        if window_starts and len(window_starts) != len(consumer_tables):
+            raise Refusal("number of windows", f"{len(window_starts)} for {len(consumer_tables)} groups", "any")
         if first_token == end_token:
             return TransferPlan((), 0, 0, (end_token,) * len(self.units), (first_token,) * len(self.units))
         consumer_ids = [np.asarray(table.block_ids, dtype=np.int64) for table in consumer_tables]
@@ -81,7 +83,9 @@ class PairPlan:
             stops=tuple(one.stop for one in bound),
             starts=starts,
         )
-        prove(self.claims, self.region_bytes, (consumer_ids, producer_ids), first_token, plan, window_starts)
+        prove(
+            self.claims, self.region_bytes, (consumer_ids, producer_ids), (first_token, end_token), plan, window_starts
+        )
         return plan
 
 

@@ -172,20 +172,19 @@ def prove(
     claims: Claims,
     region_bytes: tuple[Sequence[int], Sequence[int]],
     tables: tuple[Sequence[Ints], Sequence[Ints]],
-    first_token: int,
+    tokens: tuple[int, int],
     plan: TransferPlan,
     window_starts: Sequence[int] = (),
 ) -> None:
     """Raise Unproven unless the plan moves exactly what the claims require for these tables and tokens.
 
     region_bytes: lengths of the consumer's and the producer's regions. tables: block ids by group, of either side.
-    Tokens count from where the plan says that it begins a unit, which is no later than first_token or the start of the
-    group's window, to where it says that it cut the unit's last chunk.
+    tokens: [first, end) of the request. They count from where the plan says that it begins a unit, between the first
+    and the start of the group's window, to where it says that it cut the unit's last chunk, between the end and the
+    end of that block.
     """
     for key in claims:
-        begin = max(first_token, window_starts[key.group]) if window_starts else first_token
-        if plan.starts[key.unit] > begin:
-            raise Unproven(f"group {key.group}: first token", begin, plan.starts[key.unit])
+        _prove_extent(key, tokens, plan, window_starts)
     for batch in plan.batches:
         _prove_bounds("consumer", batch.consumer_region, region_bytes[0], batch.consumer_offsets, batch.lengths)
         _prove_bounds("producer", batch.producer_region, region_bytes[1], batch.producer_offsets, batch.lengths)
@@ -200,6 +199,16 @@ def prove(
     }
     if required != planned:
         raise Unproven("coverage: sums by region", required, planned)
+
+
+def _prove_extent(key: ClaimKey, tokens: tuple[int, int], plan: TransferPlan, window_starts: Sequence[int]) -> None:
+    (first, end), block_size = tokens, key.consumer.block_size
+    latest = max(first, window_starts[key.group]) if window_starts else first
+    if not first <= plan.starts[key.unit] <= latest:
+        raise Unproven(f"group {key.group}: first token", (first, latest), plan.starts[key.unit])
+    furthest = -(-end // block_size) * block_size
+    if not end <= plan.stops[key.unit] <= furthest:
+        raise Unproven(f"group {key.group}: end of tokens", (end, furthest), plan.stops[key.unit])
 
 
 def _required(

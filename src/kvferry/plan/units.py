@@ -92,7 +92,7 @@ def tile_tokens(one: Field) -> int:
 
 
 def spans_runs(one: Field, context: Context) -> bool:
-    """Whether a tile holds several runs of a context, so that it can pair with none but the same tile's like."""
+    """Whether a tile holds several runs of a context, so that it pairs only with one of the same context."""
     return not context.is_whole and tile_tokens(one) > context.interleave
 
 

@@ -20,9 +20,10 @@ producer, D the consumer.
 ## What is tested how
 
 {tested}
-*Oracle*: `tests/plan/test_bulk.py` draws engines and requests (4,000 plans in `make test`, a million in `make test-all`,
-which print what they have covered), applies the plans with plain copies and looks at every byte;
-`tests/plan/test_oracle.py` does so by hypothesis, with another oracle. *Two processes*: the number of combinations below.
+*Oracle*: `tests/plan/test_bulk.py` draws engines and requests (4,000 plans in `make test`, a million in
+`make test-all`, which print what they have covered), applies the plans with plain copies and looks at every byte;
+`tests/plan/test_oracle.py` does so by hypothesis, with another oracle. *Two processes*: the number of combinations
+below.
 *Real vLLM*: servers on a CPU whose tokens must be those of a single server; the tests are named at the end.
 """
 
