@@ -245,7 +245,7 @@ def test_a_start_that_was_raised_does_not_pass_the_proof() -> None:
 
 @pytest.mark.parametrize(("what", "moved"), [("starts", -1), ("stops", -1), ("stops", STATE_TOKENS)])
 def test_an_extent_beyond_what_is_asked_for_or_short_of_it_does_not_pass(what: str, moved: int) -> None:
-    """A plan that begins before the request would write what the consumer has; one that ends early leaves tokens out."""
+    """A plan that begins too early would write what the consumer has; one that ends too early leaves tokens out."""
     planted = 0
     for made, request in islice(with_windows(), 8):
         for rank in made.bench.ranks:
