@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import plan_models
 import pytest
 import torch
 from transformers import CONFIG_MAPPING
@@ -26,6 +27,10 @@ from vllm.v1.kv_cache_interface import (
     create_kv_cache_views,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "cli"))
+
+import plan_models
 
 from kvferry.cli.plan import models, sides
 from kvferry.cli.plan.caches import engine, stages
