@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable
 
 import pytest
+from recorder import Recorder
 
-from conftest import Recorder
 from kvferry.cli import api
 from kvferry.cli.ports import free_ports
 

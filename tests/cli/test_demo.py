@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recorder import Recorder
 from rich.console import Console
 
-from conftest import Recorder
 from kvferry.cli import demo, prompts
 from kvferry.cli.errors import Problem
 from kvferry.cli.report import Silent

@@ -13,9 +13,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from recorder import Recorder
 from waiting import wait_until
 
-from conftest import Recorder
 from kvferry.cli import preflight, proc
 from kvferry.cli.children import Children
 from kvferry.cli.errors import Problem
