@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import time
 
 import msgspec
 
@@ -29,8 +30,10 @@ def record_of(server: Server) -> EngineRecord:
             version=messages.PROTOCOL_VERSION, engine_id=engine_id, incarnation=secrets.token_hex(16), seq=1
         )
         endpoint.send(address, messages.encode(hello))
-        for event in endpoint.receive(_PATIENCE_S):
-            if isinstance(event, Received):
+        deadline = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < deadline:
+            for event in endpoint.receive(1.0):
+                assert isinstance(event, Received), event
                 answer = messages.decode(event.frame)
                 assert isinstance(answer, messages.Record), answer
                 return records.decode_engine(answer.payload)

@@ -1,6 +1,6 @@
 """One row for each family of models on vLLM's CPU backend: what a pair generates is what the decode server alone does.
 
-Of the hybrids Falcon-H1 is in `make test`: attention beside a mamba2 state, split over two workers. The rest is wide.
+Of the hybrids Falcon-H1 is in `make test`: attention beside a mamba2 state. The rest is wide, unequal TP as well.
 """
 
 from __future__ import annotations
@@ -41,9 +41,11 @@ HAS_AVX512 = "avx512f" in Path("/proc/cpuinfo").read_text()
 fp8_kernels = pytest.mark.skipif(not HAS_AVX512, reason="vLLM's fp8 caches on a CPU need AVX-512")
 
 BY_TOKENS = [
-    pytest.param(PairConfig(kind="falconh1", tp_decode=2, transport="nixl", args=NO_PREFIX_CACHE), id="falconh1-1to2"),
+    pytest.param(PairConfig(kind="falconh1", args=NO_PREFIX_CACHE), id="falconh1"),
     pytest.param(PairConfig(kind="falconh1", tp_prefill=2, args=NO_PREFIX_CACHE), id="falconh1-2to1", marks=wide),
-    pytest.param(PairConfig(kind="falconh1", args=NO_PREFIX_CACHE), id="falconh1", marks=wide),
+    pytest.param(
+        PairConfig(kind="falconh1", tp_decode=2, transport="nixl", args=NO_PREFIX_CACHE), id="falconh1-1to2", marks=wide
+    ),
     pytest.param(PairConfig(kind="granite4", args=NO_PREFIX_CACHE), id="granite4", marks=wide),
     pytest.param(PairConfig(kind="nemotronh", args=NO_PREFIX_CACHE), id="nemotronh", marks=wide),
     pytest.param(PairConfig(kind="qwen3next", args=BF16), id="qwen3next", marks=wide),
