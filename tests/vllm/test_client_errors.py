@@ -48,15 +48,28 @@ def test_the_reason_joins_the_error(internal: str, known_as: str) -> None:
     assert failed("cmpl-other") == "Internal server error"
 
 
+@pytest.mark.parametrize("other", ["cmpl-1", "cmpl-10-0", "cmpl-10.", "chatcmpl-10"])
+def test_an_id_that_only_begins_alike_is_another_request(other: str) -> None:
+    client_errors.remember({"cmpl-10-abc-0-1234abcd": "somebody else's"})
+    assert client_errors.reason_for(other) == ""
+    assert client_errors.reason_for("cmpl-10-abc") == "somebody else's"
+
+
+def test_of_an_id_used_again_the_newest_reason_counts() -> None:
+    client_errors.remember({"cmpl-1-0-00000000": "old"})
+    client_errors.remember({"cmpl-1-0-11111111": "new"})
+    assert client_errors.reason_for("cmpl-1") == "new"
+
+
 def test_what_is_no_error_stays_none() -> None:
     client_errors.install()
     assert GenerateBaseServing._raise_if_error(object(), "stop", "cmpl-1") is None
 
 
 def test_reasons_are_bounded() -> None:
-    client_errors.remember({f"cmpl-{number}-0-x": "why" for number in range(client_errors.REMEMBERED + 5)})
-    assert client_errors.reason_for("cmpl-4-") == ""
-    assert client_errors.reason_for("cmpl-5-") == "why"
+    client_errors.remember({f"cmpl-{number}-0-1234abcd": "why" for number in range(client_errors.REMEMBERED + 5)})
+    assert client_errors.reason_for("cmpl-4") == ""
+    assert client_errors.reason_for("cmpl-5") == "why"
 
 
 def test_reasons_ride_with_the_figures_and_are_not_in_the_log_line() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -29,15 +30,13 @@ def remember(reasons: Mapping[str, str]) -> None:
 
 
 def reason_for(request_id: str) -> str:
-    """The reason for the request that a client knows by this id; empty if there is none.
+    """The newest reason for the request that a client knows by this id; empty if there is none.
 
-    vLLM's internal id is the client's with a suffix, and with "<n>_" before it for one of several choices.
+    vLLM's internal id is the client's, then the prompt's number and eight random digits, and "<n>_" before it for one
+    of several choices. Clients choose ids, so one that only begins alike is another request.
     """
-    for internal in list(_reasons):
-        number, _, rest = internal.partition("_")
-        if internal.startswith(request_id) or (number.isdigit() and rest.startswith(request_id)):
-            return _reasons[internal]
-    return ""
+    internal = re.compile(rf"(\d+_)?{re.escape(request_id)}(-\d+)?(-[0-9a-f]{{8}})?")
+    return next((reason for known, reason in reversed(_reasons.items()) if internal.fullmatch(known)), "")
 
 
 def install() -> None:
