@@ -13,9 +13,16 @@ from kvferry.protocol.consumer import USES
 from kvferry.protocol.hold import CLAIMS, HOLDS
 from kvferry.protocol.load import LOADS
 from kvferry.protocol.transitions import Table
+from kvferry.protocol.writer import JOBS
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "protocol.md"
-TABLES: dict[str, Table] = {"hold": HOLDS, "claim": CLAIMS, "use": USES, "load": LOADS}  # type: ignore[type-arg]
+TABLES: dict[str, Table] = {  # type: ignore[type-arg]
+    "hold": HOLDS,
+    "claim": CLAIMS,
+    "use": USES,
+    "load": LOADS,
+    "write": JOBS,
+}
 DIAGRAM = re.compile(r"(<!-- diagram: (\w+) -->\n).*?(<!-- end of diagram -->)", re.DOTALL)
 
 

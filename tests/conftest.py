@@ -42,6 +42,6 @@ def _properties(terminalreporter: Any, wanted: str) -> Iterator[tuple[str, Any, 
     """(outcome, report, text) for each property of this name that a test has left."""
     for outcome in OUTCOMES:
         for report in terminalreporter.stats.get(outcome, ()):
-            for name, text in report.user_properties:
+            for name, text in getattr(report, "user_properties", ()):  # a module that does not import has none
                 if name == wanted:
                     yield outcome, report, str(text)

@@ -13,6 +13,9 @@ from kvferry.layout import CacheLayout
 from kvferry.plan import Refusal
 from kvferry.topology import digest
 
+MAX_WORKERS = 1024
+"""Of one engine. What peers do with a record grows with its workers."""
+
 
 class BadRecord(ValueError):
     """A peer's record cannot be read; the text says why."""
@@ -54,6 +57,11 @@ class EngineRecord(msgspec.Struct, frozen=True):
     def layouts(self) -> tuple[CacheLayout, ...]:
         return tuple(worker.layout for worker in self.workers)
 
+    @property
+    def tp_size(self) -> int:
+        """Workers with the same layers."""
+        return 1 + max(worker.tp_rank for worker in self.workers)
+
     def topology_digest(self) -> bytes:
         """16 bytes; equal when two sides compute the same sources from this engine."""
         return digest(self.layouts)
@@ -68,14 +76,23 @@ def encode(record: EngineRecord | WorkerRecord) -> bytes:
 
 
 def decode_engine(payload: bytes) -> EngineRecord:
-    """Raises BadRecord unless the payload is an engine's record with workers ranked 0, 1, 2, ..."""
+    """Raises BadRecord unless the payload is an engine's record; its workers are ranked by stage, then by TP rank."""
     try:
         record = _engine_decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadRecord(f"engine record of {len(payload)} bytes: {error}") from None
+    if len(record.workers) > MAX_WORKERS:
+        raise BadRecord(f"engine {record.engine_id}: {len(record.workers)} workers, the most allowed are {MAX_WORKERS}")
     ranks = [worker.rank for worker in record.workers]
     if not ranks or ranks != list(range(len(ranks))):
         raise BadRecord(f"engine {record.engine_id}: worker ranks {ranks} are not 0..{len(ranks) - 1}")
+    tp_size = record.tp_size
+    for worker in record.workers:
+        if (worker.pp_rank, worker.tp_rank) != divmod(worker.rank, tp_size):
+            place = f"pp_rank {worker.pp_rank} and tp_rank {worker.tp_rank}"
+            raise BadRecord(
+                f"engine {record.engine_id}: rank {worker.rank} has {place}, but there are {tp_size} TP ranks"
+            )
     return record
 
 

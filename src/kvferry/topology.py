@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 import msgspec
 
@@ -172,20 +173,27 @@ def _pieces(layer: Layer, owners: Sequence[Owner], turn: tuple[int, int]) -> Ite
     owners: which have the same tokens. turn: (i, n), this is the i-th of n consumer ranks that need these heads.
     """
     piece: tuple[int, int, int] | None = None
-    for head in range(layer.heads.start, layer.heads.start + layer.heads.count):
+    for head, stop in pairwise(_cuts(layer.heads, owners)):
         holders = [rank for rank, theirs in owners if 0 <= head - theirs.heads.start < theirs.heads.count]
         if not holders:
             held = ", ".join(_interval(theirs.heads) for _, theirs in owners) or "no such layer"
             raise Refusal(f"layer {layer.name}: KV head", head, held, "no producer rank holds it")
         rank = holders[turn[0] * len(holders) // turn[1]]
         if piece and piece[0] == rank:
-            piece = (rank, piece[1], head + 1)
+            piece = (rank, piece[1], stop)
             continue
         if piece:
             yield piece
-        piece = (rank, head, head + 1)
+        piece = (rank, head, stop)
     if piece:
         yield piece
+
+
+def _cuts(heads: Heads, owners: Sequence[Owner]) -> list[int]:
+    """Both ends of a consumer's heads, and between them each head at which the ranks that hold it change."""
+    first, stop = heads.start, heads.start + heads.count
+    ends = {end for _, theirs in owners for end in (theirs.heads.start, theirs.heads.start + theirs.heads.count)}
+    return sorted({first, stop} | {end for end in ends if first < end < stop})
 
 
 def _interval(heads: Heads) -> str:

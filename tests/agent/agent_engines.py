@@ -93,7 +93,7 @@ class Engine:
     def hold(self, block_ids: list[int], num_tokens: int) -> TransferRef:
         number = next(self.numbers) + 1
         ref = TransferRef(self.agent.engine_id, self.agent.incarnation, secrets.token_hex(16), number)
-        self.agent.hold(ref, num_tokens, digest_of(num_tokens), blocks_digest([block_ids]))
+        self.agent.hold(ref, num_tokens, digest_of(num_tokens), blocks_digest([block_ids]), (tuple(block_ids),))
         return ref
 
     def inbox(self) -> list[HoldEnded | TransferLost | LoadQuiet]:
@@ -195,7 +195,7 @@ class Engines:
                 leases=leases,
             )
             worker.start()
-            worker.identify(agent.engine_id, agent.incarnation, agent.endpoint.address)
+            worker.identify(agent.engine_id, agent.incarnation, agent.endpoint.address, agent.home)
             engine.workers.append(Worker(cache, worker))
         agent.set_record(
             EngineRecord(

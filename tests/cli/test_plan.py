@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import plan_models
 import pytest
 from typer.testing import CliRunner
 
 from kvferry.cli.main import app
+from kvferry.cli.plan import models, sides
+from kvferry.cli.plan.caches import engine
+from kvferry.cli.plan.requests import adjacent, scattered
+from kvferry.cli.plan.survey import descriptors, survey
 
 CASES_FILE = Path(__file__).parent.parent / "cases" / "plan.json"
 CASES = json.loads(CASES_FILE.read_text())
@@ -313,6 +318,36 @@ def test_exact_descriptors_of_given_blocks(llama: str) -> None:
         (("--case", "{cases}", "--name", "L99"), "has no case 'L99'"),
         (("--case", "{missing}"), "can't be read"),
         (("--case", "{cases}", "--svg", "x.svg"), "--svg draws one case"),
+        (("--model", "{llama}", "--tokens", "9" * 5000), "99: more than 16,777,216"),
+        (("--model", "{llama}", "--tokens", "1:" + "9" * 5000), "99: more than 16,777,216"),
+        (("--model", "{llama}", "--tokens", "x" * 5000), "xx: must be a number of tokens, or FIRST:END"),
+        (("--model", "a" * 5000), "aa can't be read: File name too long"),
+        (("--case", "a" * 5000), "aa can't be read: File name too long"),
+        (("--model", "{llama}", "--svg", "a" * 5000), "aa can't be written: File name too long"),
+        (("--model", "{llama}", "--producer", "tp=" + "9" * 5000), "must be a positive number, at most 4,096"),
+        (("--model", "{llama}", "--producer", "pp_layers=" + "1+" * 5000 + "1"), "has 5,001 stages, at most 4,096"),
+        (("--model", "{llama}", "--producer", "x" * 5000 + "=1"), "xx is not known"),
+        (("--model", "{llama}", "--block-ids", "[" * 100_000 + ":[[1]]"), "the consumer's must be one list of numbers"),
+        (("--model", "{llama}", "--block-ids", "[[1]]:[[9223372036854775808]]"), "Expected `int` <= 1099511627775"),
+        (("--model", "{llama}", "--block-ids", "[[1]]:[[1]]:[[1]]"), "must be CONSUMER:PRODUCER"),
+        (("--model", "{llama}", "--block-ids", "[[1099511627775]]:[[1]]"), "1,099,511,627,776 blocks of 16 tokens"),
+        (("--model", "{llama}", "--consumer", "tp=4096"), "tp 4096: 32 layers on so many ranks are 131,072 caches"),
+        (
+            ("--model", "{llama}", "--consumer", "tp=512", "--producer", "tp=512"),
+            "512 ranks of the consumer and 512 of the producer: 8,388,608 pairs of heads to compare, at most 2,097,152",
+        ),
+        (("--model", "{llama}", "--producer", "pp=4096"), "--producer: pp 4096: the model has 32 layers"),
+        (
+            ("--model", "{llama}", "--consumer", "block=1048576,layout=LHBNC", "--producer", "layout=NHD,block=1"),
+            "--consumer: layout LHBNC in blocks of 1,048,576 tokens: ",
+        ),
+        (
+            ("--model", "{llama}", "--producer", "layout=NHD", "--tokens", "8192", "--descriptors"),
+            "2,097,152 descriptors to list, at most 262,144",
+        ),
+        (("--model", "\x1b[31m\n"), "\\x1b[31m\\n can't be read"),
+        (("--model", "{llama}", "--consumer", "\x1b[31m\n=1"), "--consumer: \\x1b[31m\\n is not known"),
+        (("--case", "{cases}", "--name", "\x1b[31m"), "has no case '\\x1b[31m'"),
     ],
 )
 def test_wrong_options(llama: str, tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
@@ -321,6 +356,9 @@ def test_wrong_options(llama: str, tmp_path: Path, arguments: tuple[str, ...], w
     assert status == 2
     assert words in output
     assert "Traceback" not in output
+    message = output.splitlines()[0]
+    assert len(message) <= 500
+    assert message.isprintable()
 
 
 def _named(argument: str, names: dict[str, str]) -> str:
@@ -333,20 +371,28 @@ def _named(argument: str, names: dict[str, str]) -> str:
     ("case", "words"),
     [
         ("{", "is not JSON"),
-        ({}, "the case: the case: has no 'consumer'"),
+        ({}, "the case: has no 'consumer'"),
+        ([], "case.json has no cases"),
+        ([1], "the case: Expected `object`, got `int`"),
         ({"consumer": {"layers": {}}, "producers": []}, "producers: none"),
         ({"consumer": {"layers": {}}, "producers": [{"layers": {}}]}, "layers: none"),
-        ({"consumer": {"layers": {}}, "producers": [], "tokens": [1]}, "tokens [1] are not two numbers"),
-        ({"consumer": {"layers": {}}, "producers": [], "consumer_rank": "0"}, "consumer_rank 0 are not two numbers"),
+        ({"consumer": {"layers": {}}, "producers": [], "tokens": [1]}, "tokens [1]: Expected `array` of length 2"),
+        (
+            {"consumer": {"layers": {}}, "producers": [], "consumer_rank": "0"},
+            "consumer_rank '0': Expected `array`, got `str`",
+        ),
         (
             {"consumer": {"layers": {}}, "producers": [], "consumer_tables": [["a"]]},
-            "consumer_tables must be one list of numbers",
+            "consumer_tables[0][0] 'a': Expected `int`, got `str`",
         ),
         (
             {"consumer": {"layers": {"A": {"block_size": 0, "num_blocks": 4}}}, "producers": []},
-            "layer A: block_size 0 is not a positive number",
+            "layer A: block_size 0: Expected `int` >= 1",
         ),
-        ({"name": "x", "consumer": {"layers": {"A": {}}}, "producers": []}, "case x: layer A: has no 'block_size'"),
+        (
+            {"name": "x", "consumer": {"layers": {"A": {}}}, "producers": []},
+            "case x: consumer: layer A: has no 'block_size'",
+        ),
         (
             {
                 "consumer": {"layers": {"A": {"block_size": 16, "num_blocks": 4, "build": "system", "with": {}}}},
@@ -373,19 +419,147 @@ def test_a_case_that_is_wrong(tmp_path: Path, case: object, words: str) -> None:
     assert words in output
 
 
-def test_a_single_case_without_blocks(tmp_path: Path) -> None:
-    side = {
-        "layers": {
-            "A": {
-                "block_size": 16,
-                "num_blocks": 4,
-                "build": "key_only",
-                "with": {"block_size": 16, "content_bytes": 8},
-            }
+SIDE: dict[str, Any] = {
+    "layers": {
+        "A": {
+            "block_size": 16,
+            "num_blocks": 4,
+            "build": "key_only",
+            "with": {"block_size": 16, "content_bytes": 8},
         }
     }
+}
+STATE: dict[str, Any] = {
+    "block_size": 1 << 40,
+    "num_blocks": 4,
+    "build": "state",
+    "with": {
+        "name": "ssm",
+        "part": {"num_shards": 1, "num_channels": 8},
+        "itemsize": 2,
+        "base_bytes": 0,
+        "slot_stride_bytes": 16,
+    },
+}
+
+
+def with_layer(**changes: Any) -> dict[str, Any]:
+    return {"layers": {"A": {**SIDE["layers"]["A"], **changes}}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"consumer": {"layers": []}}, "the case: consumer: layers []: Expected `object`, got `array`"),
+        ({"consumer": {"layers": 1.5}}, "consumer: layers 1.5: Expected `object`, got `float`"),
+        ({"consumer": 7}, "consumer: Expected `object`, got `int`"),
+        ({"consumer": {"layers": {"A": 7}}}, "consumer: layer A: Expected `object`, got `int`"),
+        ({"consumer": {"layers": {}}}, "layers: none"),
+        ({"consumer": {"layers": {"A\x1b[31m": {}}}}, "layer A\\x1b[31m: the name is too long, or has characters"),
+        ({"producers": [SIDE, with_layer(heads="2")]}, "producers[1]: layer A: heads '2': Expected `array`"),
+        ({"consumer": with_layer(heads=[0, 1.5, 2])}, "layer A: heads[1] 1.5: Expected `int`, got `float`"),
+        ({"consumer": with_layer(heads=[0, 1 << 40, 1 << 40])}, "heads[1] 1099511627776: Expected `int` <= 4096"),
+        ({"consumer": with_layer(heads=[0])}, "heads [0]: Expected `array` of length 3, got 1"),
+        ({"consumer": with_layer(context=[0, 0, 1])}, "context[1] 0: Expected `int` >= 1"),
+        ({"consumer": with_layer(context=["0", 1, 1])}, "context[0] '0': Expected `int`, got `str`"),
+        ({"consumer": with_layer(group=1 << 40)}, "group 1099511627776: Expected `int` <= 4095"),
+        ({"consumer": with_layer(group="0")}, "group '0': Expected `int`, got `str`"),
+        ({"consumer": with_layer(base=-1)}, "base -1: Expected `int` >= 0"),
+        ({"consumer": with_layer(dtype="\x1b[31m")}, "dtype '\\x1b[31m' has characters that do not print"),
+        ({"consumer": with_layer(dtype="a\ud800b")}, "dtype 'a\\ud800b' has characters that do not print"),
+        ({"consumer": with_layer(heads="a\ud800b")}, "layer A: 'a\\ud800b' is not Unicode"),
+        ({"consumer": with_layer(scales=[])}, "scales []: Expected `str`, got `array`"),
+        ({"consumer": with_layer(kernel_block_size=0)}, "kernel_block_size 0: Expected `int` >= 1"),
+        ({"consumer": with_layer(kernel_block_size=7)}, "layer A: kernel_block_size 7 does not divide block_size 16"),
+        ({"consumer": with_layer(nonsense=7)}, "layer A: Object contains unknown field `nonsense`"),
+        ({"consumer": with_layer(build=["fused"])}, "build ['fused']: Expected `str`"),
+        ({"consumer": with_layer(**{"with": []})}, "layer A: with: Expected `object`, got `array`"),
+        (
+            {"consumer": {"layers": {"A": {**STATE, "with": {**STATE["with"], "name": ["ssm"]}}}}},
+            "layer A: with: name ['ssm']: Expected `str`, got `array`",
+        ),
+        (
+            {"consumer": {"layers": {"A": {**STATE, "with": {**STATE["with"], "part": {"num_shards": "2"}}}}}},
+            "with: part.num_shards '2': Expected `int`, got `str`",
+        ),
+        ({"consumer_rank": [0, 1 << 40]}, "consumer_rank[1] 1099511627776: Expected `int` <= 4096"),
+        ({"tokens": [0, 1 << 33]}, "tokens[1] 8589934592: Expected `int` <= 16777216"),
+        ({"consumer_tables": [[1, 1 << 40]]}, "consumer_tables[0][1] 1099511627776: Expected `int` <= 1099511627775"),
+    ],
+)
+def test_a_case_is_checked_key_by_key(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    file = tmp_path / "case.json"
+    file.write_text(json.dumps({"consumer": SIDE, "producers": [SIDE], **changes}))
+    status, output = run("--case", str(file))
+    assert (status, len(output.splitlines())) == (2, 1)
+    assert words in output
+    assert output.rstrip("\n").isprintable()
+
+
+@pytest.mark.parametrize("option", ["--model", "--case"])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"[" * 100_000, "is not JSON that can be read: it is nested too deep"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "is not JSON that can be read: a number of 5,000 digits"),
+        (b"\xff", "is not JSON that can be read: 'utf-8' codec can't decode"),
+        (b" " * (8 << 20) + b"{}", "is larger than 8 MiB"),
+    ],
+)
+def test_files_that_are_no_use(tmp_path: Path, option: str, content: bytes, words: str) -> None:
+    file = tmp_path / "x.json"
+    file.write_bytes(content)
+    status, output = run(option, str(file))
+    assert (status, len(output.splitlines())) == (2, 1)
+    assert words in output
+
+
+def test_tokens_of_a_case_are_bounded(tmp_path: Path) -> None:
+    """A state's block has more tokens than any request; the other layers of the request have them one by one."""
+    side = {"layers": {"A": STATE, "B": {**with_layer(block_size=1, num_blocks=1 << 40)["layers"]["A"], "group": 1}}}
     file = tmp_path / "case.json"
     file.write_text(json.dumps({"consumer": side, "producers": [side]}))
+    status, output = run("--case", str(file))
+    assert status == 2
+    assert "16777216 tokens need 16,777,217 of the consumer's blocks, at most 16,777,216 are understood" in output
+
+
+def test_tokens_of_given_blocks_are_bounded(tmp_path: Path) -> None:
+    file = tmp_path / "case.json"
+    file.write_text(json.dumps({"consumer": {"layers": {"A": STATE}}, "producers": [{"layers": {"A": STATE}}]}))
+    status, found = run_json("--case", str(file), "--block-ids", "[[1]]:[[2]]")
+    assert (status, found["tokens"]) == (0, [0, 1 << 24])
+    assert runs_by_layer(found["pairs"][0]) == {"A": [[16, 32, 16]]}
+
+
+def test_names_of_a_model_are_printable_everywhere(tmp_path: Path) -> None:
+    config = {**plan_models.LLAMA, "_name_or_path": "a\ud800b\x1b[31m\n<c"}
+    model, picture = str(plan_models.write(tmp_path / "model", config)), tmp_path / "plan.svg"
+    title = "a\\ud800b\\x1b[31m\\n<c"
+    status, found = run_json("--model", model, "--svg", str(picture))
+    assert (status, found["consumer"]["title"]) == (0, title)
+    texts = [one.text for one in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")]
+    assert f"Which KV cache moves where: {title}" in texts
+    assert f"consumer  {title}: tp 1" in run("--model", model)[1]
+
+
+def test_what_the_planner_refuses_of_a_request_is_a_row(llama: str) -> None:
+    status, output = run("--model", llama, "--block-ids", "[[1]]:[[1]]", "--tokens", "32")
+    assert status == 1
+    assert "refused: group 0: length of the block table: consumer has 1 blocks, 2 needed" in output
+
+
+def test_a_second_request_that_is_refused_has_no_number() -> None:
+    one = engine("consumer", models.parse(plan_models.LLAMA, "x"), sides.parse("--consumer", "", None), 64)
+    found = survey(one, one, scattered(one, one, 0, 64))
+    assert found.total.descriptors == 32 * 4
+    assert descriptors(found, adjacent(one, one, 0, 64)) == 32
+    assert descriptors(found, adjacent(one, one, 0, 64)._replace(consumer_tables=[])) is None
+
+
+def test_a_single_case_without_blocks(tmp_path: Path) -> None:
+    file = tmp_path / "case.json"
+    file.write_text(json.dumps({"consumer": SIDE, "producers": [SIDE]}))
     status, found = run_json("--case", str(file))
     assert (status, found["tokens"], found["total"]["bytes"]) == (0, [0, 16], 128)
     status, output = run("--case", str(file), "--tokens", "80")

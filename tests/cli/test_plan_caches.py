@@ -13,6 +13,25 @@ from kvferry.cli.plan.caches import engine, grouped, stages
 from kvferry.cli.plan.engines import Engine
 from kvferry.layout import STATE_TOKENS, CacheLayout, Context, Heads, Layer
 
+LFM2 = {
+    "model_type": "lfm2",
+    "num_attention_heads": 8,
+    "hidden_size": 512,
+    "conv_L_cache": 3,
+    "layer_types": ["conv", "full_attention"],
+}
+NEMOTRON_H = {
+    "model_type": "nemotron_h",
+    "num_attention_heads": 8,
+    "head_dim": 64,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "conv_kernel": 4,
+    "hybrid_override_pattern": "M*--",
+}
+
 
 def make(config: dict[str, Any], text: str = "", tokens: int = 1024) -> Engine:
     return engine("consumer", models.parse(config, "x"), sides.parse("--consumer", text, None), tokens)
@@ -189,7 +208,10 @@ def test_states_alone() -> None:
     assert built.layouts[0].regions[0].length_bytes == 2 * 4 * (3 * (128 + 2 * 32) + 4 * 32 * 32) * 2
 
 
-@pytest.mark.parametrize(("text", "dtype"), [("", "bfloat16"), ("layout=cpu", "float32"), ("ssm=fp16", "float16")])
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [("", "bfloat16"), ("layout=cpu", "float32"), ("ssm=fp16", "float16"), ("dtype=fp8", "bfloat16")],
+)
 def test_the_dtype_of_a_state(text: str, dtype: str) -> None:
     assert of(make(plan_models.QWEN3_NEXT, text).layouts[0], "0.linear_attn/ssm").dtype == dtype
 
@@ -198,8 +220,8 @@ def test_the_dtype_of_a_state(text: str, dtype: str) -> None:
     ("config", "text", "words"),
     [
         (plan_models.LLAMA, "tp=3", "tp_size 3 and total_heads 8"),
-        (plan_models.LLAMA, "pp_layers=10+10", "stages of 10+10 layers: the model has 32"),
-        (plan_models.LLAMA, "pp=33", "the model has 32"),
+        (plan_models.LLAMA, "pp_layers=10+10", "pp_layers 10+10: the model has 32 layers"),
+        (plan_models.LLAMA, "pp=33", "pp 33: the model has 32 layers"),
         (plan_models.LLAMA, "blocks=3", "blocks 3: 1024 tokens need 65"),
         (plan_models.LLAMA, "layout=cpu,block=16", "block 16: vLLM's CPU attention needs a multiple of 32"),
         (plan_models.LLAMA, "tp=8,dcp=2", "dcp 2: at tp 8 a head is on 1 ranks"),
@@ -208,6 +230,11 @@ def test_the_dtype_of_a_state(text: str, dtype: str) -> None:
         (plan_models.QWEN3_NEXT, "layout=separated", "layout separated: a state has no keys and values"),
         (plan_models.QWEN3_NEXT, "tp=32", "tp 32 does not divide the 16 groups of the state"),
         ({**plan_models.LLAMA, "torch_dtype": "int8"}, "", "dtype int8 is none of bfloat16"),
+        ({**plan_models.LLAMA, "torch_dtype": "\x1b"}, "", "dtype \\x1b is none of bfloat16, float16, float32"),
+        (plan_models.LLAMA, "block=1048576,blocks=1048576", "1,048,576 blocks of 1,048,576 tokens in 32 layers take "),
+        (LFM2, "tp=3", "tp 3 does not divide the 512 channels of the state"),
+        (LFM2, "tp=1024", "tp 1024 does not divide the 512 channels of the state"),
+        (NEMOTRON_H, "pp_layers=2+2", "pp 2: none of the layers 2-3 of stage 1 has a cache"),
     ],
 )
 def test_what_vllm_would_not_serve_is_named(config: dict[str, Any], text: str, words: str) -> None:

@@ -12,6 +12,19 @@ import pytest
 from kvferry.cli.errors import Problem
 from kvferry.cli.plan.models import FAMILIES, REFUSED, Attention, Model, Recurrent, parse, read, understood
 
+NEMOTRON_H = {
+    "model_type": "nemotron_h",
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "conv_kernel": 4,
+}
+QWEN3_5 = {**plan_models.QWEN3_NEXT, "model_type": "qwen3_5_text"}
+
 
 def windows(model: Model) -> list[int | None]:
     return [cache.window for cache in model.caches if isinstance(cache, Attention)]
@@ -99,21 +112,10 @@ def test_a_layer_may_have_attention_and_a_state() -> None:
 
 @pytest.mark.parametrize("pattern", ["M-*E", None])
 def test_layers_without_a_cache(pattern: str | None) -> None:
-    config = {
-        "model_type": "nemotron_h",
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 8,
-        "n_groups": 2,
-        "ssm_state_size": 16,
-        "conv_kernel": 4,
-    }
     types = (
         {"hybrid_override_pattern": pattern} if pattern else {"layers_block_type": ["mamba", "mlp", "attention", "moe"]}
     )
-    model = parse({**config, **types}, "x")
+    model = parse({**NEMOTRON_H, **types}, "x")
     assert model.num_layers == 4
     assert [(layer.decoder_layer, layer.cache) for layer in model.layers] == [
         (0, Recurrent("MAMBA2", 4, 8, 2, 16, 3, state_dtype="float32")),
@@ -135,6 +137,23 @@ def test_the_dtype_that_vllm_would_choose(config: dict[str, str], dtype: str) ->
     assert parse({**base, **config}, "x").dtype == dtype
 
 
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [  # vLLM reads the key in these families only
+        ({**NEMOTRON_H, "hybrid_override_pattern": "M"}, "float32"),
+        ({**NEMOTRON_H, "hybrid_override_pattern": "M", "mamba_ssm_cache_dtype": "auto"}, None),
+        ({**NEMOTRON_H, "hybrid_override_pattern": "M", "mamba_ssm_cache_dtype": "float16"}, "float16"),
+        (QWEN3_5, None),
+        ({**QWEN3_5, "mamba_ssm_dtype": "auto"}, None),
+        ({**QWEN3_5, "mamba_ssm_dtype": "float32"}, "float32"),
+        ({**plan_models.QWEN3_NEXT, "mamba_ssm_dtype": "float32"}, None),
+    ],
+)
+def test_the_dtype_of_a_state(config: dict[str, Any], dtype: str | None) -> None:
+    (state,) = {cache for cache in parse(config, "x").caches if isinstance(cache, Recurrent)}
+    assert state.state_dtype == dtype
+
+
 @pytest.mark.parametrize("model_type", sorted(REFUSED))
 def test_known_differences_are_refused_by_name(model_type: str) -> None:
     with pytest.raises(Problem, match=f"model_type {model_type}: .*not understood"):
@@ -147,10 +166,32 @@ def test_known_differences_are_refused_by_name(model_type: str) -> None:
         ({"model_type": "bert"}, "model_type bert is not understood"),
         ({"model_type": None}, "model_type None is not understood"),
         ({"num_hidden_layers": None}, "has no num_hidden_layers"),
-        ({"hidden_size": "4096"}, "hidden_size '4096' is not a positive number"),
-        ({"num_attention_heads": 0}, "num_attention_heads 0 is not a positive number"),
-        ({"layer_types": ["full_attention"]}, "layer_types does not list 32 layers"),
+        ({"hidden_size": "4096"}, "hidden_size '4096' is not a number from 1 to 1,048,576"),
+        ({"num_attention_heads": 0}, "num_attention_heads 0 is not a number from 1 to 4,096"),
+        ({"layer_types": ["full_attention"]}, "layer_types lists 1 layers, num_hidden_layers is 32"),
         ({"model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window"),
+        ({"model_type": "qwen3", "use_sliding_window": "no"}, "use_sliding_window 'no' is neither true nor false"),
+        ({"model_type": "\x1b[31m\n"}, "model_type \\x1b[31m\\n is not understood"),
+        ({"model_type": "gemma3"}, "model_type gemma3: text_config None is no object"),
+        ({"num_hidden_layers": 1 << 20}, "num_hidden_layers 1048576 is not a number from 1 to 512"),
+        ({"num_hidden_layers": True}, "num_hidden_layers True is not a number"),
+        ({"num_attention_heads": 10**6}, "num_attention_heads 1000000 is not a number from 1 to 4,096"),
+        ({"hidden_size": 4}, "hidden_size 4 over num_attention_heads 32: no head size from 1 to 65,536"),
+        ({"head_dim": 1 << 40}, "head_dim 1099511627776 is not a number from 1 to 65,536"),
+        ({"layer_types": ["full_attention"] * 513}, "layer_types ['full_attention', 'full_attention', "),
+        ({**plan_models.DEEPSEEK, "kv_lora_rank": 1 << 40}, "kv_lora_rank 1099511627776 is not a number from 1 to"),
+        ({**plan_models.MAMBA2, "num_heads": 1 << 40}, "num_heads 1099511627776 is not a number from 1 to 4,096"),
+        ({**plan_models.MAMBA2, "n_groups": 1 << 40}, "n_groups 1099511627776 is not a number from 1 to 4,096"),
+        ({**plan_models.MAMBA2, "conv_kernel": 1}, "conv_kernel 1 is not a number from 2 to"),
+        ({**plan_models.FALCON_H1, "mamba_d_ssm": None, "mamba_expand": "2"}, "mamba_expand '2' is not a positive"),
+        ({**plan_models.FALCON_H1, "mamba_d_ssm": None, "mamba_expand": float("nan")}, "mamba_expand nan is not a"),
+        ({**plan_models.FALCON_H1, "mamba_d_ssm": "128"}, "mamba_d_ssm '128' is not a number"),
+        ({**plan_models.FALCON_H1, "mamba_d_ssm": 64}, "mamba_n_heads * mamba_d_head is 128, the inner size is 64"),
+        ({**QWEN3_5, "mamba_ssm_dtype": "float99"}, "mamba_ssm_dtype 'float99' is none of auto, bfloat16, float16"),
+        ({**QWEN3_5, "mamba_ssm_dtype": ["float32"]}, "mamba_ssm_dtype ['float32'] is none of auto"),
+        ({**NEMOTRON_H, "mamba_ssm_cache_dtype": "fp8"}, "mamba_ssm_cache_dtype 'fp8' is none of auto"),
+        ({**NEMOTRON_H, "num_hidden_layers": 4, "hybrid_override_pattern": "M" * 5}, "hybrid_override_pattern lists 5"),
+        ({**NEMOTRON_H, "num_hidden_layers": 4, "hybrid_override_pattern": "-" * 4}, "none of its layers has a cache"),
         ({"model_type": "lfm2", "conv_dim": 8, "conv_L_cache": 3, "layer_types": ["odd"] * 32}, "layer 0 is a 'odd'"),
     ],
 )

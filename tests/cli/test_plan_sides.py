@@ -42,7 +42,7 @@ def test_spaces_and_a_model_by_key() -> None:
     [
         ("tp=4,foo=3", ("--producer: foo is not known", "tp, pp, pp_layers")),
         ("tp=0", ("tp '0'", "positive")),
-        ("tp=99999999", ("tp '99999999'", "at most 1,048,576")),
+        ("tp=99999999", ("tp '99999999'", "at most 4,096")),
         ("tp=two", ("tp 'two'", "positive")),
         ("tp=2,tp=3", ("tp is given twice, as 2 and 3",)),
         ("tp=2,nonsense", ("'nonsense' is not KEY=VALUE",)),

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from kvferry.cli.main import app
 from kvferry.cli.plan import models, sides, strips
 from kvferry.cli.plan.caches import engine
+from kvferry.cli.plan.canvas import Canvas
 from kvferry.layout import Layer
 
 CASES_FILE = Path(__file__).parent.parent / "cases" / "plan.json"
@@ -220,3 +221,12 @@ def test_tokens_of_a_context_parallel_rank() -> None:
     pieces = strips.pieces(one, (0, 1), one.base_bytes, 20)
     assert [piece.token for piece in pieces[:5]] == [2, 3, 6, 7, 10]
     assert pieces[16].token == 32 + 2
+
+
+def test_what_does_not_print_is_written_out() -> None:
+    canvas = Canvas(100)
+    canvas.text(0, 0, "a\x1b[31m\ud800<&")
+    canvas.rect(0, 0, 1, 1, "red", title="b\x00\uffff>")
+    root = ElementTree.fromstring(canvas.svg(10).encode())
+    assert [one.text for one in root.iter(f"{SVG}text")] == ["a\\x1b[31m\\ud800<&"]
+    assert [one.text for one in root.iter(f"{SVG}title")] == ["b\\x00\\uffff>"]

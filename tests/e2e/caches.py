@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
 
 import msgspec
+from checks import rendezvous
 
 from kvferry import records
 from kvferry.cli.servers import Server
@@ -17,13 +17,12 @@ from kvferry.layout import Layer
 from kvferry.protocol import messages
 from kvferry.records import EngineRecord, WorkerRecord
 
-_RENDEZVOUS = re.compile(r"kvferry: engine (\S+) serves its rendezvous on (\S+)")
 _PATIENCE_S = 30.0
 
 
 def record_of(server: Server) -> EngineRecord:
     """A server's record, asked for as a peer would."""
-    engine_id, address = _rendezvous(server)
+    engine_id, address = rendezvous(server)
     with Endpoint("127.0.0.1", Security.choose("127.0.0.1", ()), AllowedRanges()) as endpoint:
         endpoint.dial(address)
         hello = messages.Hello(
@@ -38,12 +37,6 @@ def record_of(server: Server) -> EngineRecord:
                 assert isinstance(answer, messages.Record), answer
                 return records.decode_engine(answer.payload)
     raise AssertionError(f"{server.name} did not answer on {address}")
-
-
-def _rendezvous(server: Server) -> tuple[str, str]:
-    found = [match for line in server.log_lines(100_000) if (match := _RENDEZVOUS.search(line))]
-    assert found, f"{server.name} has not logged its rendezvous"
-    return found[-1].group(1), found[-1].group(2)
 
 
 def blocks(worker: WorkerRecord, layer: Layer) -> list[bytes]:

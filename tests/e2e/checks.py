@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ BLOCK = 128
 PATIENCE_S = 60.0
 
 Json = dict[str, Any]
+_RENDEZVOUS = re.compile(r"kvferry: engine (\S+) serves its rendezvous on (\S+)")
 
 
 def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
@@ -44,6 +46,51 @@ def first_leg(cluster: Cluster, prompt: Sequence[int], **fields: Any) -> tuple[J
 
 def second_leg(cluster: Cluster, body: Json, params: Json, **changes: Any) -> Json:
     return api.decode_leg(cluster.decode.url, {**body, **changes}, params)
+
+
+WAYS = ("read", "write", "at once")
+"""How the KV gets to the decode server: it reads; the prefill server writes when it has computed all; both legs are
+sent at once, and it writes while it computes."""
+
+
+def generate(cluster: Cluster, prompt: Sequence[int], way: str, first: str = "", **fields: Any) -> Json:
+    """One request by way of both servers."""
+    if way == "at once":
+        body = api.completion_body(prompt, **{"cache_salt": salt(), **fields})
+        to = address_of(cluster.prefill)
+        return api.both_legs_at_once(cluster.prefill.url, cluster.decode.url, body, to, first=first).decode
+    body, params = first_leg(cluster, prompt, **fields)
+    return second_leg(cluster, body, {**params, "mode": way})
+
+
+def mismatched_legs(cluster: Cluster, prefill_prompt: Sequence[int], decode_prompt: Sequence[int]) -> Json:
+    """Both legs under one name, the first to its end, each with a prompt of its own."""
+    name, shared = f"tx-{secrets.token_hex(16)}", salt()
+    first = api.completion_body(prefill_prompt, cache_salt=shared, max_tokens=1)
+    first["kv_transfer_params"] = {**api.PREFILL_PARAMS, "transfer_id": name}
+    api.post(f"{cluster.prefill.url}/v1/completions", first)
+    params = {**second_leg_alone(cluster, decode_prompt)["kv_transfer_params"], "transfer_id": name}
+    return api.decode_leg(cluster.decode.url, api.completion_body(decode_prompt, cache_salt=shared), params)
+
+
+def second_leg_alone(cluster: Cluster, prompt: Sequence[int], **fields: Any) -> Json:
+    """A decode leg of the concurrent contract whose prefill leg never comes."""
+    to = address_of(cluster.prefill)
+    params = {"do_remote_decode": False, "do_remote_prefill": True, "transfer_id": f"tx-{secrets.token_hex(16)}", **to}
+    return {**api.completion_body(prompt, **{"cache_salt": salt(), **fields}), "kv_transfer_params": params}
+
+
+def address_of(server: Server) -> Json:
+    """Where its rendezvous is, as routers say it."""
+    host, _, port = rendezvous(server)[1].removeprefix("tcp://").rpartition(":")
+    return {"remote_host": host, "remote_port": int(port)}
+
+
+def rendezvous(server: Server) -> tuple[str, str]:
+    """A server's engine id and the address of its rendezvous, as it has logged them."""
+    found = [match for line in server.log_lines(100_000) if (match := _RENDEZVOUS.search(line))]
+    assert found, f"{server.name} has not logged its rendezvous"
+    return found[-1].group(1), found[-1].group(2)
 
 
 def assert_same(answer: Json, expected: Sequence[int], path: str) -> Json:

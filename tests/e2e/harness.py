@@ -20,7 +20,8 @@ PATIENT: Mapping[str, Any] = {"handshake_s": 60, "silence_s": 30, "load_s": 120}
 class PairConfig:
     """Which pair of servers a test wants. `extra` joins kv_connector_extra_config on both sides.
 
-    `specs`, if given, makes the servers from the model's directory in place of the rest.
+    discovery: the router is of the MoRI-IO contract. `specs`, if given, makes the servers from the model's directory in
+    place of the rest.
     """
 
     tp_prefill: int = 1
@@ -29,6 +30,8 @@ class PairConfig:
     policy: str = "recompute"
     transport: str | None = None
     router: bool = False
+    discovery: bool = False
+    max_model_len: int = 2048
     extra: Mapping[str, Any] = field(default_factory=dict)
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
@@ -49,6 +52,7 @@ class PairConfig:
             args=self.args,
             env=self.env,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
         )
 
 
@@ -68,7 +72,7 @@ class PairPool:
         self.close()
         if (known := self._failures.get(repr(config))) is not None:
             raise known  # the next test of this configuration need not wait for the same failure
-        cluster = Cluster(config.servers(), router=config.router)
+        cluster = Cluster(config.servers(), router=config.router, discovery=config.discovery)
         try:
             self.current, self._config = cluster.__enter__(), config
         except Problem as problem:

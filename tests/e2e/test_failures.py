@@ -8,8 +8,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import caches
 import pytest
-from checks import alone, assert_drained, assert_same, cpu_seconds, eventually, first_leg, prompt_of, salt, second_leg
+from checks import (
+    alone,
+    assert_drained,
+    assert_same,
+    cpu_seconds,
+    eventually,
+    first_leg,
+    generate,
+    prompt_of,
+    salt,
+    second_leg,
+    second_leg_alone,
+)
 from harness import PATIENT, PairConfig
 
 from kvferry.cli import api, models
@@ -105,6 +118,91 @@ class TestFail:
         assert failed.value.status == 500
         assert alone(pair, prompt) == expected
         eventually(lambda: pair.decode.used_blocks() == 0, "the failed load's blocks are free")
+
+
+DEEP = PairConfig(
+    kind="llama-deep", transport="local", extra=SHORT, max_model_len=4096, max_num_batched_tokens=256
+)  # a prompt of thousands of tokens takes it seconds, so that something can happen meanwhile
+
+
+@pytest.mark.parametrize("pair", [DEEP], indirect=True, ids=["deep"])
+class TestWrite:
+    """Both legs come at once, and the prefill server writes while it computes."""
+
+    def test_a_first_leg_that_never_comes(self, pair: Cluster) -> None:
+        prompt = prompt_of(300, seed=70)
+        expected = alone(pair, prompt)
+        answer = api.post(f"{pair.decode.url}/v1/completions", second_leg_alone(pair, prompt))
+        assert "unknown" in assert_same(answer, expected, "recomputed")["reason"]
+        assert_drained(pair)
+
+    def test_a_first_leg_whose_client_leaves(self, pair: Cluster) -> None:
+        prompt = prompt_of(3000, seed=71)
+        expected = alone(pair, prompt)
+        body = second_leg_alone(pair, prompt)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(api.post, f"{pair.decode.url}/v1/completions", body)
+            wait_for_its_kv(pair)
+            landed = Landed(pair)
+            first = api.Stream(pair.prefill.url, first_leg_of(body))
+            eventually(landed, "something has been written")
+            first.drop()
+            assert api.tokens(waiting.result()) == expected
+        assert_drained(pair)
+
+    def test_a_consumer_killed_after_its_announcement(self, pair: Cluster) -> None:
+        body = second_leg_alone(pair, prompt_of(600, seed=72))
+        lonely = api.Stream(pair.decode.url, body)
+        wait_for_its_kv(pair)
+        pair.decode.kill()
+        lonely.drop()
+        api.post(f"{pair.prefill.url}/v1/completions", first_leg_of(body))
+        eventually(lambda: pair.prefill.used_blocks() == 0, "the blocks come back")
+        pair.restart(pair.decode)
+        prompt = prompt_of(300, seed=73)
+        assert_same(generate(pair, prompt, "at once"), alone(pair, prompt), "remote")
+        assert_drained(pair)
+
+    def test_a_producer_killed_after_the_first_layer(self, pair: Cluster) -> None:
+        prompt = prompt_of(3000, seed=74)
+        expected = alone(pair, prompt)
+        body = second_leg_alone(pair, prompt)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(api.post, f"{pair.decode.url}/v1/completions", body)
+            wait_for_its_kv(pair)
+            landed = Landed(pair)
+            first = api.Stream(pair.prefill.url, first_leg_of(body))
+            eventually(landed, "something has been written")
+            pair.prefill.kill()
+            first.drop()
+            assert_same(waiting.result(), expected, "recomputed")
+        eventually(lambda: pair.decode.used_blocks() == 0, "the failed load's blocks are free")
+        assert alone(pair, prompt) == expected
+        pair.restart(pair.prefill)
+        assert_same(generate(pair, prompt, "at once"), expected, "remote")
+        assert_drained(pair)
+
+
+def wait_for_its_kv(pair: Cluster) -> None:
+    eventually(lambda: pair.decode.metrics().value("vllm:num_requests_waiting") >= 1, "a request waits for its KV")
+
+
+def first_leg_of(second: api.Json) -> api.Json:
+    """The prefill leg that belongs to a decode leg of the concurrent contract."""
+    name = second["kv_transfer_params"]["transfer_id"]
+    return {**second, "max_tokens": 1, "kv_transfer_params": {**api.PREFILL_PARAMS, "transfer_id": name}}
+
+
+class Landed:
+    """Whether something was written into the decode server's first layer since this was made."""
+
+    def __init__(self, pair: Cluster) -> None:
+        record = caches.record_of(pair.decode)
+        self._worker, self._layer = record.workers[0], record.layouts[0].layers[0]
+        self._before = caches.blocks(self._worker, self._layer)
+
+    def __call__(self) -> bool:
+        return caches.blocks(self._worker, self._layer) != self._before
 
 
 def two_models(model: Path) -> list[ServerSpec]:

@@ -59,7 +59,7 @@ def test_an_unknown_kind_is_a_problem_that_names_the_known(tmp_path: Path, monke
     from kvferry.cli.errors import Problem
 
     monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path))
-    with pytest.raises(Problem, match="kind: 'bert' is not one of llama, gemma2, gemma3, mistral"):
+    with pytest.raises(Problem, match="kind: 'bert' is not one of llama, llama-deep, gemma2, gemma3, mistral"):
         models.tiny("bert")
 
 

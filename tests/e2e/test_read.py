@@ -1,4 +1,5 @@
-"""READ mode on real vLLM servers: the tokens are those of the decode server alone, and every block comes back."""
+"""Real vLLM servers: the tokens are those of the decode server alone, and every block comes back, whether the decode
+server reads or the prefill server writes."""
 
 from __future__ import annotations
 
@@ -7,14 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from checks import (
     BLOCK,
+    WAYS,
     alone,
     assert_drained,
     assert_same,
     eventually,
     first_leg,
+    generate,
+    mismatched_legs,
     prompt_of,
     salt,
     second_leg,
+    second_leg_alone,
 )
 from harness import PairConfig
 
@@ -39,6 +44,15 @@ class TestEverySplit:
         assert (report["bytes"] > 0) == (num_tokens > 1)
         assert_drained(pair)
 
+    @pytest.mark.parametrize("way", WAYS[1:])
+    @pytest.mark.parametrize("num_tokens", [1, BLOCK, 1187], ids=lambda n: f"{n}tokens")
+    def test_what_is_written_gives_the_same_tokens(self, pair: Cluster, num_tokens: int, way: str) -> None:
+        prompt = prompt_of(num_tokens, seed=num_tokens)
+        expected = alone(pair, prompt)
+        report = assert_same(generate(pair, prompt, way), expected, "remote" if num_tokens > 1 else "local")
+        assert (report["bytes"] > 0) == (num_tokens > 1)
+        assert_drained(pair)
+
     def test_a_repeated_prompt_hits_the_local_cache(self, pair: Cluster) -> None:
         prompt, shared = prompt_of(2 * BLOCK + 1, seed=3), salt()
         expected = alone(pair, prompt)
@@ -48,25 +62,27 @@ class TestEverySplit:
         assert assert_same(second, expected, "local")["bytes"] == 0
         assert_drained(pair)
 
-    def test_of_a_shared_prefix_only_the_suffix_moves(self, pair: Cluster) -> None:
+    @pytest.mark.parametrize("way", WAYS)
+    def test_of_a_shared_prefix_only_the_suffix_moves(self, pair: Cluster, way: str) -> None:
         prefix, shared = prompt_of(3 * BLOCK, seed=4), salt()
-        whole = second_leg(pair, *first_leg(pair, prefix + prompt_of(40, seed=5), cache_salt=shared))
+        whole = generate(pair, prefix + prompt_of(40, seed=5), way, cache_salt=shared)
         longer = prefix + prompt_of(BLOCK, seed=6)
         expected = alone(pair, longer)
-        answer = second_leg(pair, *first_leg(pair, longer, cache_salt=shared))
+        answer = generate(pair, longer, way, cache_salt=shared)
         report = assert_same(answer, expected, "remote")
         assert 0 < report["bytes"] < api.transfer_report(whole)["bytes"]
         assert_drained(pair)
 
-    def test_many_requests_at_once(self, pair: Cluster) -> None:
+    def test_many_requests_at_once_in_every_way(self, pair: Cluster) -> None:
         prompts = [prompt_of(40 + 29 * index % 500, seed=index) for index in range(32)]
         expected = [alone(pair, prompt, max_tokens=6) for prompt in prompts]
 
-        def run(prompt: list[int]) -> list[int]:
-            return api.tokens(second_leg(pair, *first_leg(pair, prompt, max_tokens=6)))
+        def run(index: int) -> tuple[list[int], str]:
+            answer = generate(pair, prompts[index], WAYS[index % len(WAYS)], max_tokens=6)
+            return api.tokens(answer), api.transfer_report(answer)["path"]
 
         with ThreadPoolExecutor(32) as pool:
-            assert list(pool.map(run, prompts)) == expected
+            assert list(pool.map(run, range(32))) == [(tokens, "remote") for tokens in expected]
         assert_drained(pair)
 
 
@@ -226,17 +242,109 @@ def test_through_the_router(pair: Cluster) -> None:
     assert_drained(pair)
 
 
-SMALL = PairConfig(args=("--num-gpu-blocks-override", "24"))
+WRITTEN = PairConfig(router=True, discovery=True, extra={"mode": "write"})
+
+
+@pytest.mark.parametrize("pair", [WRITTEN], indirect=True, ids=["write"])
+class TestWritten:
+    """What is special about a producer that writes, on a pair whose router sends both legs at once."""
+
+    def test_through_the_router_that_sends_both_legs_at_once(self, pair: Cluster) -> None:
+        eventually(lambda: api.is_routable(pair.router.url), "the router has heard of both servers")
+        for num_tokens in (24, 300, 1187):
+            prompt = prompt_of(num_tokens, seed=31)
+            expected = alone(pair, prompt)
+            assert_same(api.complete(pair.router.url, prompt, cache_salt=salt()), expected, "remote")
+        assert_drained(pair)
+
+    def test_a_second_leg_that_comes_long_after_the_first(self, pair: Cluster) -> None:
+        prompt = prompt_of(300, seed=32)
+        expected = alone(pair, prompt)
+        assert_same(generate(pair, prompt, "at once", first="prefill"), expected, "remote")
+        assert_drained(pair)
+
+    def test_a_request_may_ask_to_be_read(self, pair: Cluster) -> None:
+        prompt = prompt_of(300, seed=33)
+        expected = alone(pair, prompt)
+        body, params = first_leg(pair, prompt)
+        answer = second_leg(pair, body, params, vllm_xargs={"kvferry_mode": "read"})
+        assert_same(answer, expected, "remote")
+        assert_same(second_leg(pair, *first_leg(pair, prompt)), expected, "remote")
+        assert_drained(pair)
+
+    def test_several_choices_of_one_prompt(self, pair: Cluster) -> None:
+        prompt = prompt_of(300, seed=34)
+        expected = alone(pair, prompt)
+        one_way = {"n": 3, "temperature": 0.5, "top_k": 1}
+        answer = generate(pair, prompt, "at once", **one_way)
+        assert [choice["token_ids"] for choice in answer["choices"]] == [expected] * 3
+        assert_drained(pair)
+
+    def test_prompt_logprobs_bypass_the_cache_and_release(self, pair: Cluster) -> None:
+        prompt = prompt_of(200, seed=35)
+        expected = alone(pair, prompt)
+        assert_same(generate(pair, prompt, "at once", prompt_logprobs=1), expected, "recomputed")
+        assert_drained(pair)
+
+    def test_a_leg_that_the_frontend_rejects_releases(self, pair: Cluster) -> None:
+        with pytest.raises(api.HttpError) as rejected:
+            generate(pair, prompt_of(300, seed=36), "at once", max_tokens=100_000, first="prefill")
+        assert rejected.value.status == 400
+        assert_drained(pair)
+
+    def test_two_different_prompts_under_one_name(self, pair: Cluster) -> None:
+        """Each leg has a prompt of its own: the decode server must not take the other's KV."""
+        mine, theirs = prompt_of(300, seed=37), prompt_of(300, seed=38)
+        expected = alone(pair, mine)
+        answer = mismatched_legs(pair, theirs, mine)
+        report = assert_same(answer, expected, "recomputed")
+        assert "digest" in report["reason"]
+        assert_drained(pair)
+
+    def test_a_client_that_leaves_while_the_producer_waits_or_writes(self, pair: Cluster) -> None:
+        prompt = prompt_of(1187, seed=39)
+        expected = alone(pair, prompt)
+        lonely = api.Stream(pair.decode.url, second_leg_alone(pair, prompt))
+        eventually(lambda: pair.decode.metrics().value("vllm:num_requests_waiting") >= 1, "it waits for its KV")
+        lonely.drop()
+        eventually(lambda: pair.decode.metrics().value("vllm:num_requests_waiting") == 0, "the request is gone")
+        assert_same(generate(pair, prompt, "at once"), expected, "remote")
+        assert_drained(pair)
+
+
+SMALL = PairConfig(router=True, discovery=True, args=("--num-gpu-blocks-override", "24"))
+
+
+@pytest.mark.parametrize("pair", [SMALL], indirect=True, ids=["small-pools"])
+def test_through_the_router_that_finds_its_servers(pair: Cluster) -> None:
+    """MoRI-IO's contract in READ: first one leg, then the other."""
+    eventually(lambda: api.is_routable(pair.router.url), "the router has heard of both servers")
+    prompt = prompt_of(300, seed=70)
+    expected = alone(pair, prompt)
+    assert_same(api.complete(pair.router.url, prompt, cache_salt=salt()), expected, "remote")
+    assert_drained(pair)
+
+
+@pytest.mark.parametrize("pair", [SMALL], indirect=True, ids=["small-pools"])
+def test_a_producer_that_preempts_writes_again(pair: Cluster) -> None:
+    """Prompts of 9 blocks for a pool of 23, in chunks and all at once: the prefill side preempts some half done."""
+    prompts = [prompt_of(1100, seed=80 + index) for index in range(4)]
+    expected = [alone(pair, prompt) for prompt in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda prompt: generate(pair, prompt, "at once"), prompts))
+    assert [api.tokens(answer) for answer in answers] == expected
+    assert "remote" in {api.transfer_report(answer)["path"] for answer in answers}
+    assert_drained(pair)
 
 
 @pytest.mark.parametrize("pair", [SMALL], indirect=True, ids=["small-pools"])
 def test_preemption_and_full_pools_change_no_token(pair: Cluster) -> None:
     """23 blocks a side for 8 requests of 4 to 6: the decode side preempts, the prefill side may not hold them all."""
     prompts = [prompt_of(400, seed=60 + index) for index in range(8)]
-    expected = [alone(pair, prompt, max_tokens=150) for prompt in prompts]
+    expected = [alone(pair, prompt, max_tokens=250) for prompt in prompts]
 
     def run(prompt: list[int]) -> tuple[list[int], dict]:
-        body = api.completion_body(prompt, cache_salt=salt(), max_tokens=150)
+        body = api.completion_body(prompt, cache_salt=salt(), max_tokens=250)
         params = api.prefill_leg(pair.prefill.url, body)["kv_transfer_params"]
         answer = second_leg(pair, body, params)
         return api.tokens(answer), api.transfer_report(answer)

@@ -133,6 +133,7 @@ def with_axes(*axes: Axis, **changes: Any) -> Layer:
         (with_axes(change(TOKENS, stride_bytes=8), CONTENT, block_stride_bytes=64), "share the byte at offset 64"),
         (with_axes(TOKENS, CONTENT, base_bytes=-1), "field latent: base_bytes -1"),
         (with_axes(TOKENS, CONTENT, opaque=""), "opaque: the tag is empty"),
+        (with_axes(CONTENT, opaque="x", block_stride_bytes=4), "field latent: opaque: no token axis"),
         (with_axes(Axis("token", 1, 16, 4), CONTENT), "token axes cover 1, the layer has 16"),
         (with_axes(Axis("token", 1, 8, 4), CONTENT, opaque="x"), "token axes cover 8, the layer has 16"),
         (layer((KEY, KEY), heads=MLA), "layers.3: field latent: appears twice"),

@@ -14,24 +14,16 @@ from golden import tables
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kvferry.layout import Axis, CacheLayout, Context, Heads, Layer, Region, key_only
-from kvferry.plan import PlanBatch, Refusal, TransferPlan, Unproven, compile, prove_shares
+from kvferry.layout import Axis, CacheLayout, Context, Heads, Layer, Region, key_only, separated
+from kvferry.plan import PlanBatch, Refusal, TransferPlan, Unproven, compile, prove_shares, prove_together
 from kvferry.plan.boxes import Digits, Ints
-from kvferry.plan.proof import (
-    ClaimKey,
-    Sums,
-    TokenWalk,
-    _sums_of_each,
-    _sums_of_tokens,
-    prove,
-    sums_of_point,
-    sums_of_points,
-    sums_of_runs,
-)
+from kvferry.plan.proof import ClaimKey, TokenWalk, _sums_of_each, _sums_of_tokens, prove
+from kvferry.plan.sums import PRIME, Sums, print_of, sums_of_copies, sums_of_point, sums_of_points, sums_of_runs
 from kvferry.plan.units import Selection
 from kvferry.topology import Share, ShareLayer, kv_heads, sources
 
 Columns = tuple[Ints, Ints, Ints]
+change = msgspec.structs.replace
 
 
 def shift_consumer(columns: Columns, i: int, by: int) -> Columns:
@@ -103,6 +95,73 @@ def test_tampering_is_found(situation: Situation, tamper: Callable[..., Columns]
         proof(plan._replace(batches=tuple(rest)))
 
 
+def block_moves(producer_ids: list[int]) -> tuple[TransferPlan, Callable[[TransferPlan], None]]:
+    """Keys and values of as many blocks, 64 bytes each, none beside another; and a function that proves a plan."""
+    fields = separated(40, 4, 1, 8, 2)
+    layout = CacheLayout((Region(0, 1 << 13),), (Layer("a", 0, 0, 0, 40, 4, "x", Heads(0, 1, 1), fields),))
+    pair = compile(layout, layout, Share(0, (ShareLayer("a", 0, 1),)))
+    ids = [[2 * i + 1 for i in range(len(producer_ids))]], [producer_ids]
+    tokens = (0, 4 * len(producer_ids))
+    plan = pair.bind(tables(ids[0]), tables(ids[1]), *tokens)
+    assert plan.num_descriptors == 2 * len(producer_ids)
+    arrays = tuple([np.array(one) for one in side] for side in ids)
+    return plan, lambda other: prove(pair.claims, pair.region_bytes, arrays, tokens, other)
+
+
+def with_sources(plan: TransferPlan, offsets: Ints) -> TransferPlan:
+    (batch,) = plan.batches
+    return plan._replace(batches=(batch._replace(producer_offsets=offsets),))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        [1, -2, 1],
+        [1, -3, 3, -1],
+        [1, -1, 0, -1, 1],
+        [1, -1, -1, 1, -1, 1, 1, -1],  # leaves every moment up to the third as it is
+        [1, -6, 15, -20, 15, -6, 1],
+    ],
+)
+@pytest.mark.parametrize("unit", [1, 64])
+def test_patterns_that_leave_sums_as_they_are(pattern: list[int], unit: int) -> None:
+    """Sources that are wrong by amounts whose sum is 0, weighted by the place as well."""
+    plan, proof = block_moves([18, 15, 20, 25, 22, 27, 17, 23])
+    offsets = plan.batches[0].producer_offsets.copy()
+    offsets[: len(pattern)] += np.array(pattern) * unit
+    with pytest.raises(Unproven, match="coverage"):
+        proof(with_sources(plan, offsets))
+
+
+def test_two_exchanges_that_make_up_for_one_another() -> None:
+    plan, proof = block_moves([9, 10, 21, 20])
+    offsets = plan.batches[0].producer_offsets.copy()
+    offsets[:4] = offsets[[1, 0, 3, 2]]
+    with pytest.raises(Unproven, match="coverage"):
+        proof(with_sources(plan, offsets))
+
+
+def test_exchanges_of_all_layers_alike() -> None:
+    """Layers are summed as copies of one another; what is wrong in all of them, or in one, is still seen."""
+    layers = tuple(
+        Layer(f"{i}", 0, 0, 4096 * (7 - i), 8, 4, "x", Heads(0, 1, 1), separated(8, 4, 1, 8, 2)) for i in range(8)
+    )
+    layout = CacheLayout((Region(0, 1 << 15),), layers)
+    pair = compile(layout, layout, Share(0, tuple(ShareLayer(one.name, 0, 1) for one in layers)))
+    ids = [np.array([1, 3, 5, 7])], [np.array([4, 3, 2, 6])]
+    plan = pair.bind(tables([[1, 3, 5, 7]]), tables([[4, 3, 2, 6]]), 0, 16)
+    (batch,) = plan.batches
+    assert len(plan.slices) == 8
+    prove(pair.claims, pair.region_bytes, ids, (0, 16), plan)
+    rows = batch.producer_offsets.reshape(8, -1)
+    everywhere, in_one = rows.copy(), rows.copy()
+    everywhere[:, :3] += [64, -128, 64]
+    in_one[3, :3] += [64, -128, 64]
+    for wrong in (everywhere, in_one, rows[[1, 0, *range(2, 8)]]):
+        with pytest.raises(Unproven, match="coverage"):
+            prove(pair.claims, pair.region_bytes, ids, (0, 16), with_sources(plan, wrong.ravel()))
+
+
 def test_a_write_outside_a_region_is_named() -> None:
     plan, proof = plain_plan()
     (batch,) = plan.batches
@@ -140,6 +199,24 @@ def test_overlapping_blocks_of_two_groups_are_refused() -> None:
     pair.bind(tables([[1], [2]]), tables([[1], [1]]), 0, 4)
     with pytest.raises(Refusal, match="destination in region 0 written twice"):
         pair.bind(tables([[1], [1]]), tables([[1], [2]]), 0, 4)
+
+
+def test_sources_that_write_the_same_blocks_are_refused() -> None:
+    """Each of the two groups comes from a rank of its own, so that neither plan shows it."""
+    layers = [Layer(f"{g}", g, 0, 0, 4, 4, "x", Heads(0, 1, 1), key_only(4, 2)) for g in range(2)]
+    consumer = CacheLayout((Region(0, 32),), tuple(layers))
+    pairs = [
+        compile(consumer, CacheLayout((Region(0, 32),), (one,)), Share(rank, (ShareLayer(one.name, 0, 1),)))
+        for rank, one in enumerate(layers)
+    ]
+
+    def plans(*consumer_ids: list[int]) -> list[TransferPlan]:
+        return [pair.bind(tables(list(consumer_ids)), tables([[1], [2]]), 0, 4) for pair in pairs]
+
+    prove_together(plans([1], [2]))
+    prove_together(plans([1], [2])[:1])
+    with pytest.raises(Unproven, match=r"destination in region 0 written twice: next byte: consumer has 16, producer"):
+        prove_together(plans([1], [1]))
 
 
 def dealt(context: Context) -> CacheLayout:
@@ -196,7 +273,8 @@ points = st.lists(st.tuples(st.integers(0, 2**62), st.integers(0, 2**62)), max_s
 
 def slow_sums(pairs: list[tuple[int, int]]) -> Sums:
     rows = [(0, 0, 0, 0), *((1, c, p - c, c * (p - c)) for c, p in pairs)]
-    return Sums(*(sum(column) % 2**64 for column in zip(*rows, strict=True)))
+    moments = [sum(column) % 2**64 for column in zip(*rows, strict=True)]
+    return Sums(*moments, print=sum(print_of(c, p) for c, p in pairs) % PRIME)
 
 
 @given(points, points)
@@ -216,6 +294,36 @@ def test_sums_of_points_and_of_their_sums(left: list[tuple[int, int]], right: li
 def test_sums_of_runs_are_sums_over_their_bytes(runs: list[tuple[int, int, int]]) -> None:
     columns = [np.array([run[i] for run in runs], np.int64) for i in range(3)]
     assert sums_of_runs(*columns) == slow_sums([(c + j, p + j) for c, p, n in runs for j in range(n)])
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2**40), st.integers(0, 2**40), st.integers(1, 9)), min_size=1, max_size=3),
+    st.lists(st.tuples(st.integers(0, 2**40), st.integers(0, 2**40)), min_size=1, max_size=4),
+    st.booleans(),
+)
+def test_sums_of_copies_are_sums_of_their_runs(
+    pattern: list[tuple[int, int, int]], places: list[tuple[int, int]], exact: bool
+) -> None:
+    runs = np.array([(c + at, p + to, n) for at, to in places for c, p, n in pattern], np.int64)
+    if not exact:
+        runs[-1] += 1
+    columns = [runs[:, i].copy() for i in range(3)]
+    for copies in (1, 2, 3, len(places)):
+        assert sums_of_copies(*columns, copies) == sums_of_runs(*columns)
+
+
+@pytest.mark.parametrize("size", [1, 1 << 14, (1 << 14) + 1, 100_000])
+def test_sums_of_many(size: int) -> None:
+    """Some of the rows at a time."""
+    rng = np.random.default_rng(size)
+    consumer, producer = (rng.integers(0, 1 << 56, size) for _ in range(2))
+    lengths = rng.integers(1, 1 << 20, size)
+    prints = sum(map(print_of, consumer.tolist(), producer.tolist())) % PRIME
+    assert sums_of_points(consumer, producer).print == prints
+    assert sums_of_runs(consumer, producer, np.full(size, 1)) == sums_of_points(consumer, producer)
+    halves = lengths // 2 + 1
+    split = [np.concatenate(pair) for pair in ((consumer, consumer + halves), (producer, producer + halves))]
+    assert sums_of_runs(*split, np.concatenate([halves, halves])) == sums_of_runs(consumer, producer, 2 * halves)
 
 
 @st.composite
@@ -254,9 +362,7 @@ class TestShares:
         prove_shares(self.consumer, self.shares())
 
     def test_a_missing_share(self) -> None:
-        with pytest.raises(
-            Unproven, match=r"layer 0: heads covered: consumer has \[0, 1, 2, 3\], producer has \[0, 1\]"
-        ):
+        with pytest.raises(Unproven, match=r"layer 0: heads covered: consumer has 0 to 3, producer has \[0, 1\]"):
             prove_shares(self.consumer, self.shares()[:1])
 
     def test_a_doubled_share(self) -> None:
@@ -273,6 +379,62 @@ class TestShares:
     def test_a_layer_that_nobody_asked_for(self) -> None:
         with pytest.raises(Unproven, match="layers covered"):
             prove_shares(cache(Heads(0, 4, 4)), self.shares())
+
+
+class TestNamesOfOneMemory:
+    """Two names of one memory of the consumer move once: whoever has both must mean one memory, too."""
+
+    layers = tuple(Layer(name, 0, 0, 0, 4, 4, "x", Heads(0, 2, 2), key_only(4, 8, 64)) for name in "ab")
+
+    def prove(self, *producers: tuple[Layer, ...]) -> None:
+        consumer = CacheLayout((Region(0, 256),), self.layers)
+        held = [CacheLayout((Region(0, 512), Region(0, 512)), layers) for layers in producers]
+        found = sources(consumer, 0, 1, held)
+        prove_shares(consumer, [(share, held[share.producer_rank]) for share in found])
+
+    def test_one_memory_of_one_rank(self) -> None:
+        self.prove(self.layers)
+
+    def test_heads_of_two_ranks(self) -> None:
+        halves = [
+            tuple(change(one, heads=Heads(rank, 1, 2), fields=key_only(4, 8)) for one in self.layers) for rank in (0, 1)
+        ]
+        self.prove(*halves)
+        with pytest.raises(
+            Refusal, match=r"layers a and b: consumer has one memory, producer has two, of ranks \[0, 1\]"
+        ):
+            self.prove(halves[0], (halves[1][0], change(halves[1][1], base_bytes=32)))
+
+    @pytest.mark.parametrize("changed", [{"base_bytes": 256}, {"region": 1}, {"fields": key_only(4, 16, 128)}])
+    def test_two_memories_of_one_rank(self, changed: dict[str, object]) -> None:
+        a, b = self.layers
+        with pytest.raises(Refusal, match=r"layers a and b: consumer has one memory, producer has two, of ranks \[0\]"):
+            self.prove((a, change(b, **changed)))
+
+    def test_two_ranks(self) -> None:
+        a, b = self.layers
+        text = r"layers a and b: consumer has one memory, producer has two, of ranks \[0\] and \[1\]"
+        with pytest.raises(Refusal, match=text):
+            self.prove((a,), (b,))
+
+    def test_ranks_that_share_out_the_tokens(self) -> None:
+        own = tuple(change(one, heads=Heads(0, 1, 1), fields=key_only(4, 8)) for one in self.layers)
+        consumer = CacheLayout((Region(0, 256),), own)
+
+        def dealt_to(rank: int, *bases: int) -> CacheLayout:
+            context = Context(rank, 2, 4)
+            layers = [
+                change(one, block_size=8, context=context, base_bytes=b) for one, b in zip(own, bases, strict=True)
+            ]
+            return CacheLayout((Region(0, 512),), tuple(layers))
+
+        def check(*producers: CacheLayout) -> None:
+            found = sources(consumer, 0, 1, producers)
+            prove_shares(consumer, [(share, producers[share.producer_rank]) for share in found])
+
+        check(dealt_to(0, 0, 0), dealt_to(1, 128, 128))
+        with pytest.raises(Refusal, match="layers a and b: consumer has one memory"):
+            check(dealt_to(0, 0, 0), dealt_to(1, 0, 128))
 
 
 class TestSharesOfContexts:

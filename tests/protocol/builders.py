@@ -4,14 +4,35 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvferry.protocol.events import Held, Load, Note, Received, Send
+from kvferry.protocol.events import Held, Load, Note, Order, Promised, Received, Send
 from kvferry.protocol.lease import Leases
-from kvferry.protocol.loader import Loader, PeerReady, Start
-from kvferry.protocol.messages import Claim, Grant, Refused, Release, Renew, RenewEntry, TransferRef
+from kvferry.protocol.loader import Loader, PeerReady, SourceRank, Start
+from kvferry.protocol.messages import (
+    CancelWrite,
+    Claim,
+    CloseWrite,
+    Failed,
+    Grant,
+    Landing,
+    OpenWrite,
+    Refused,
+    Release,
+    RemoteBlocks,
+    Renew,
+    RenewEntry,
+    TransferRef,
+    WriteClosed,
+    WriteDone,
+    WriteOpened,
+)
 from kvferry.protocol.producer import ProducerEngine
+from kvferry.protocol.writer import Writer
 
 ADDRESS = "tcp://127.0.0.1:7000"
+CONSUMER = "tcp://127.0.0.1:8000"
 DIGEST, BLOCKS, TOPOLOGY = b"d" * 16, b"b" * 16, b"t" * 16
+TABLES = ((4, 5, 6),)
+ORDER = Order(CONSUMER, "", 0, 100, (), ((1, 2, 3),))
 LEASES = Leases()
 
 
@@ -20,7 +41,75 @@ def ref(transfer_id: str = "x", generation: int = 1, incarnation: str = "p1", pr
 
 
 def held(of: TransferRef | None = None) -> Held:
-    return Held(of or ref(), 100, DIGEST, BLOCKS, TOPOLOGY)
+    return Held(of or ref(), 100, DIGEST, BLOCKS, TOPOLOGY, TABLES)
+
+
+def promised(of: TransferRef | None = None, routers_id: str = "") -> Promised:
+    return Promised(of or ref(), 100, DIGEST, TOPOLOGY, routers_id)
+
+
+def by_router(name: str = "R") -> TransferRef:
+    """As a router names it."""
+    return TransferRef("", "", name, 0)
+
+
+def landing(claim_id: str = "c", load_id: str = "l", rank: int = 0, producer_rank: int = 0) -> Landing:
+    return Landing(claim_id, load_id, rank, producer_rank)
+
+
+def remote_blocks(of: Landing | None = None, **changes: Any) -> RemoteBlocks:
+    values: dict[str, Any] = {
+        "ref": ref(),
+        "producer_incarnation": "p1",
+        "engine_id": "D",
+        "incarnation": "d1",
+        "address": CONSUMER,
+        "key_id": "",
+        "num_ranks": 1,
+        "num_tokens": 100,
+        "digest": DIGEST,
+        "topology_digest": TOPOLOGY,
+        "first_token": 0,
+        "end_token": 100,
+        "window_starts": (),
+        "block_ids": ((1, 2, 3),),
+    }
+    return RemoteBlocks(landing=of or landing(), **(values | changes))
+
+
+def cancel_write(of: Landing | None = None, incarnation: str = "p1") -> CancelWrite:
+    return CancelWrite(landing=of or landing(), ref=ref(), producer_incarnation=incarnation, num_ranks=1)
+
+
+def open_write(of: Landing | None = None, seq: int = 1, num_ranks: int = 1, **changes: Any) -> OpenWrite:
+    values: dict[str, Any] = {
+        "ref": ref(),
+        "engine_id": "D",
+        "num_tokens": 100,
+        "digest": DIGEST,
+        "topology_digest": TOPOLOGY,
+    }
+    return OpenWrite(landing=of or landing(), num_ranks=num_ranks, seq=seq, **(values | changes))
+
+
+def opened(seq: int, of: Landing | None = None, block_ids: Any = TABLES) -> WriteOpened:
+    return WriteOpened(landing=of or landing(), seq=seq, transfer_id="x", block_ids=block_ids)
+
+
+def close_write(of: Landing | None = None, seq: int = 3) -> CloseWrite:
+    return CloseWrite(landing=of or landing(), seq=seq)
+
+
+def closed(of: Landing | None = None, seq: int = 3) -> WriteClosed:
+    return WriteClosed(landing=of or landing(), seq=seq)
+
+
+def write_done(of: Landing | None = None) -> WriteDone:
+    return WriteDone(landing=of or landing(), num_bytes=1000, num_descriptors=3, transport="local")
+
+
+def failed(of: Landing | None = None, reason: str = "why", quiet: bool = False, unable: bool = False) -> Failed:
+    return Failed(landing=of or landing(), reason=reason, quiet=quiet, unable=unable)
 
 
 def claim(claim_id: str = "c", rank: int = 0, num_ranks: int = 1, seq: int = 1, **changes: Any) -> Claim:
@@ -63,7 +152,8 @@ def refused(seq: int = 1, reason: Any = "lapsed", claim_id: str = "c", rank: int
 
 
 def load(load_id: str = "l", claim_id: str = "c", address: str = ADDRESS, refused: str = "", **changes: Any) -> Load:
-    return Load(load_id, claim_id, changes.get("ref", ref()), address, 100, DIGEST, BLOCKS, refused)
+    of = changes.pop("ref", ref())
+    return Load(load_id, claim_id, of, address, 100, DIGEST, BLOCKS, refused, **changes)
 
 
 def producer(leases: Leases = LEASES) -> ProducerEngine:
@@ -72,6 +162,21 @@ def producer(leases: Leases = LEASES) -> ProducerEngine:
 
 def loader(leases: Leases = LEASES, rank: int = 0, num_ranks: int = 1) -> Loader:
     return Loader("D", "d1", rank, num_ranks, leases)
+
+
+def writer(rank: int = 0, leases: Leases = LEASES) -> Writer:
+    return Writer(rank, "p1", ADDRESS, leases)
+
+
+def sources(*ranks: int) -> tuple[SourceRank, ...]:
+    """Producer ranks that feed this one."""
+    return tuple(SourceRank(rank, f"w{rank}") for rank in ranks)
+
+
+def written(machine: Loader, *ranks: int, at: float = 0.0, **of_load: Any) -> list[Any]:
+    """Take a fresh loader to where producer ranks (0 if none is named) were told to write one load."""
+    machine.handle(Start(load(**({"order": ORDER} | of_load))), at)
+    return machine.handle(PeerReady(ADDRESS, "p1", TOPOLOGY, sources(*ranks or (0,))), at)
 
 
 def reading(machine: Loader, at: float = 0.0, **of_load: Any) -> None:

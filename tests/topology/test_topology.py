@@ -37,7 +37,9 @@ def layer(name: str, heads: Heads, group: int = 0, context: Context = ALL) -> La
 
 
 def cache(*layers: Layer) -> CacheLayout:
-    return CacheLayout((Region(0, 1),), layers)
+    """Layers side by side."""
+    apart = [msgspec.structs.replace(layer, base_bytes=64 * i) for i, layer in enumerate(layers)]
+    return CacheLayout((Region(0, 64 * len(layers)),), tuple(apart))
 
 
 def engine(tp_size: int, total_heads: int, *names: str, dcp: tuple[int, int] = (1, 1)) -> list[CacheLayout]:

@@ -268,3 +268,31 @@ def test_back_pressure_counts_what_is_behind_the_gate() -> None:
 def test_ptracer_any_is_harmless_without_yama() -> None:
     transport = make("local", {"ptracer_any": True})
     transport.close()
+
+
+def test_a_wire_carries_one_transfer_after_another() -> None:
+    memory = np.zeros(64, dtype=np.uint8)
+    source = np.arange(64, dtype=np.uint8)
+    here, there = LocalTransport(wire_mbps=1e-3), LocalTransport()  # 32 bytes take 32 ms
+    try:
+        here.register([Region(memory.ctypes.data, memory.nbytes)])
+        there.register([Region(source.ctypes.data, source.nbytes)])
+        peer = here.connect(there.record())
+        handles = [here.read(peer, [batch([offset], [offset], [32])]) for offset in (0, 32)]
+        assert not here.traits.synchronous
+        assert [handle.status.state for handle in handles] == [State.PENDING] * 2
+        assert not memory.any()
+        while here.poll(handles[1]).state is State.PENDING:
+            pass
+        assert here.poll(handles[0]).state is State.DONE  # it was due first
+        assert memory.tolist() == source.tolist()
+        assert handles[1].due_at - handles[0].due_at == pytest.approx(0.032)
+    finally:
+        here.close()
+        there.close()
+
+
+@pytest.mark.parametrize("value", [0, -1.0])
+def test_a_wire_without_speed_is_refused(value: float) -> None:
+    with pytest.raises(TransportError, match="wire_mbps"):
+        LocalTransport(wire_mbps=value)

@@ -1,5 +1,6 @@
 """The connector's settings, and that the documentation names each of them with its default."""
 
+import logging
 import re
 from pathlib import Path
 
@@ -34,11 +35,56 @@ def test_settings_are_read() -> None:
         ({"max_held": 0}, "max_held is 0"),
         ({"max_quarantined": 1.5}, "max_quarantined is 1.5"),
         ({"port": "any"}, "port"),
+        ({"mode": "push"}, "push.*mode"),
+        ({"write_s": 0}, "write_s"),
+        ({"announce_as": "both"}, "announce_as"),
+        ({"discovery": "10.0.0.1", "http_port": 8000}, "discovery is '10.0.0.1'"),
+        ({"discovery": "10.0.0.1:0", "http_port": 8000}, "discovery is '10.0.0.1:0'"),
+        ({"discovery": "10.0.0.1:30001"}, "http_port is 0"),
+        ({"discovery": "10.0.0.1:30001", "http_port": 65536}, "http_port is 65536"),
+        ({"mode": "write", "read_mode": "true"}, "mode is 'write' and read_mode"),
+        ({"recv_abort_timeout": 1}, "load_s, which is 1.0.*recv_abort_timeout is load_s"),
     ],
 )
 def test_what_means_nothing_is_named(extra: dict, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         parse(extra)
+
+
+def test_modes_and_discovery_are_read() -> None:
+    config = parse({"mode": "write", "write_s": 90, "discovery": "[::1]:30001", "http_port": 8000})
+    assert (config.mode, config.leases().write_s, config.discovery, config.http_port) == (
+        *("write", 90, "[::1]:30001", 8000),
+    )
+
+
+MORIIO = {
+    "read_mode": "false",
+    "proxy_ip": "10.0.0.1",
+    "proxy_ping_port": "36367",
+    "http_port": "20005",
+    "handshake_port": "6301",
+    "notify_port": "6105",
+    "backend": "rdma",
+}
+
+
+def test_a_moriio_users_settings_are_taken(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="kvferry"):
+        config = parse(MORIIO)
+    assert config == Config(mode="write", discovery="10.0.0.1:36367", http_port=20005, port=6301)
+    assert [record.getMessage() for record in caplog.records] == [
+        "kvferry: settings of MoRIIO's that mean nothing here are ignored: notify_port, backend"
+    ]
+
+
+@pytest.mark.parametrize(("extra", "log_ignored"), [({}, True), (MORIIO, False)])
+def test_nothing_is_logged_where_there_is_nothing_to_say(
+    extra: dict, log_ignored: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="kvferry"):
+        parse(extra, log_ignored)
+    assert not caplog.records
 
 
 def test_every_setting_is_documented_with_its_default() -> None:

@@ -23,6 +23,8 @@ from kvferry.vllm.scheduler import SchedulerSide
 
 BLOCK = 16
 NUM_BLOCKS = 33  # one of them is the null block
+NOTHING = SimpleNamespace(num_scheduled_tokens={})
+"""A step that computes nothing."""
 
 
 def full_attention() -> Any:
@@ -52,7 +54,13 @@ class Side:
             is_kv_consumer=role == "consumer",
             kv_load_failure_policy=policy,
         )
-        parallel = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1, decode_context_parallel_size=1)
+        parallel = SimpleNamespace(
+            tensor_parallel_size=2,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            data_parallel_size=1,
+            data_parallel_index=0,
+        )
         vllm_config = SimpleNamespace(
             kv_transfer_config=transfer, parallel_config=parallel, num_prefill_lookahead_tokens=0
         )
@@ -148,7 +156,7 @@ def begin(consumer: Side, params: dict[str, Any] | None, num_tokens: int = 40) -
     assert is_async == (tokens > 0)
     blocks = consumer.allocate(request, tokens or num_tokens)
     consumer.half.update_state_after_alloc(request, blocks, tokens)
-    loads = consumer.half.build_connector_meta().loads
+    loads = consumer.half.build_connector_meta(NOTHING).loads
     return request, (loads[0] if loads else None)
 
 
@@ -216,7 +224,7 @@ def test_an_abort_while_loading_cancels_and_waits_for_the_workers(make_side: Cal
     producer, consumer = make_side("producer"), make_side("consumer")
     request, load = begin(consumer, offer(producer))
     consumer.finish(request, RequestStatus.FINISHED_ABORTED)
-    assert [load_id for load_id, _ in consumer.half.build_connector_meta().cancels] == [load.load_id]
+    assert [load_id for load_id, _ in consumer.half.build_connector_meta(NOTHING).cancels] == [load.load_id]
     assert consumer.half.fetches._fetches[request.request_id].stage is Stage.LOADING
     consumer.report(request, *(result(load, rank, ok=False, reason="cancelled") for rank in (0, 1)))
     assert len(consumer.half.fetches) == 0
@@ -295,7 +303,7 @@ def test_what_the_local_cache_has_is_left_out_of_the_load(make_side: Callable[..
     blocks = consumer.allocate(request, 39)
     blocks.blocks[0][0]._block_hash = b"a local hit has a hash"
     consumer.half.update_state_after_alloc(request, blocks, 23)
-    (load,) = consumer.half.build_connector_meta().loads
+    (load,) = consumer.half.build_connector_meta(NOTHING).loads
     assert (load.first_token, load.end_token) == (16, 39)
     assert load.consumer_block_ids[0][0] == -1
     assert -1 not in load.consumer_block_ids[0][1:]
@@ -380,5 +388,5 @@ def test_a_state_without_a_slot_of_its_own_fails_the_load(make_side: Callable[..
     blocks = consumer.allocate(request, tokens)
     blocks.blocks[1][0]._block_hash = b"another request's"
     consumer.half.update_state_after_alloc(request, blocks, tokens)
-    (load,) = consumer.half.build_connector_meta().loads
+    (load,) = consumer.half.build_connector_meta(NOTHING).loads
     assert "not this request's own" in load.refused

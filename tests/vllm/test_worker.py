@@ -53,6 +53,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerSide]:
             pipeline_parallel_size=1,
             prefill_context_parallel_size=1,
             decode_context_parallel_size=1,
+            data_parallel_index=0,
         ),
         model_config=SimpleNamespace(get_total_num_kv_heads=lambda: HEADS),
     )
@@ -80,7 +81,10 @@ class Steps:
 
     def step(self, *loads, cancels=()) -> None:
         agent = self.engine.agent
-        step = StepMetadata(agent.engine_id, agent.incarnation, agent.endpoint.address, list(loads), list(cancels))
+        step = StepMetadata(
+            agent.engine_id, agent.incarnation, agent.endpoint.address, agent.home, list(loads), list(cancels)
+        )
+        self.half.begin_step(step)
         self.half.start_load_kv(step)
         results = self.half.get_transfer_results()
         assert not results.finished_sending

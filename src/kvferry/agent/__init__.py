@@ -7,9 +7,11 @@ worker and moves bytes. The engine's step only enqueues work for them and collec
 from kvferry.agent.engine import EngineAgent, HoldEnded, LoadQuiet, TransferLost
 from kvferry.agent.loads import LoadRequest, LoadResult
 from kvferry.agent.loop import boottime
+from kvferry.agent.sources import ComputeStep
 from kvferry.agent.worker import WorkerAgent
 
 __all__ = [
+    "ComputeStep",
     "EngineAgent",
     "HoldEnded",
     "LoadQuiet",

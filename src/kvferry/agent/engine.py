@@ -7,6 +7,7 @@ producers, and leaves what the scheduler must know in an inbox. It never touches
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 from collections import deque
 from typing import TypeAlias
@@ -29,7 +30,7 @@ MAX_INBOX = 10_000
 
 
 class HoldEnded(msgspec.Struct, frozen=True):
-    """The blocks of this holding may be given back. outcome: released, expired, lapsed or voided."""
+    """The blocks of this holding may be given back. outcome: released, expired, lapsed, voided or failed."""
 
     ref: TransferRef
     outcome: str
@@ -50,6 +51,8 @@ class LoadQuiet(msgspec.Struct, frozen=True):
     rank: int
 
 
+_FOR_PRODUCER = (messages.Claim, messages.Renew, messages.Release, messages.PlainRelease)
+BlockIds: TypeAlias = tuple[tuple[int, ...], ...]
 InboxItem: TypeAlias = HoldEnded | TransferLost | LoadQuiet
 
 
@@ -60,27 +63,60 @@ class EngineAgent(AgentLoop):
         super().__init__("kvferry-rendezvous", endpoint)
         self.engine_id = engine_id
         self.incarnation = incarnation
+        self.home = secrets.token_hex(16)
         self._producer = producer.ProducerEngine(engine_id, incarnation, leases)
         self._consumer = consumer.ConsumerEngine(engine_id, incarnation, leases)
         self._record_payload: bytes | None = None
+        self._record_fault = ""
         self._topology_digest = b""
         self._inbox: deque[InboxItem] = deque()
 
     # For the scheduler's thread.
 
     def set_record(self, record: EngineRecord) -> None:
-        """From now on handshakes are answered; before, they are refused as busy."""
+        """From now on handshakes are answered; before, they are refused as busy.
+
+        A record that no message can carry is an error in the log, and what every peer is told.
+        """
         payload, topology_digest = records.encode(record), record.topology_digest()
+        num_bytes, most = len(messages.encode(self._record_message(0, payload))), self.endpoint.max_frame_bytes
+        fault = ""
+        if num_bytes > most:
+            fault = f"the record of this engine's workers has {num_bytes} bytes, the limit is {most}"
+            logger.error("kvferry: no engine can read from this one or write to it: %s", fault)
 
         def apply() -> None:
             self._record_payload = payload
+            self._record_fault = fault
             self._topology_digest = topology_digest
 
         self.submit(apply)
 
-    def hold(self, ref: TransferRef, num_tokens: int, digest: bytes, blocks_digest: bytes) -> None:
-        """The scheduler holds these blocks until a HoldEnded for `ref` comes through the inbox."""
-        self.submit(lambda: self._produce(producer.Held(ref, num_tokens, digest, blocks_digest, self._topology_digest)))
+    def promise(self, ref: TransferRef, num_tokens: int, digest: bytes, routers_id: str) -> None:
+        """A request came whose KV will be `ref`; `hold` or `drop` follows. A router's name that is taken isn't used."""
+
+        def apply() -> None:
+            name = "" if self._producer.knows_routers_id(routers_id) else routers_id
+            self._produce(producer.Promised(ref, num_tokens, digest, self._topology_digest, name))
+
+        self.submit(apply)
+
+    def hold(
+        self, ref: TransferRef, num_tokens: int, digest: bytes, blocks_digest: bytes, block_ids: BlockIds = ()
+    ) -> None:
+        """The scheduler holds these blocks until a HoldEnded for `ref` comes through the inbox.
+
+        block_ids: per KV cache group, by token position; -1 where there is none.
+        """
+
+        def apply() -> None:
+            self._produce(producer.Held(ref, num_tokens, digest, blocks_digest, self._topology_digest, block_ids))
+
+        self.submit(apply)
+
+    def drop(self, ref: TransferRef, reason: str) -> None:
+        """The request of a promise ended early; what it had is held until a HoldEnded."""
+        self.submit(lambda: self._produce(producer.Dropped(ref, reason)))
 
     def arrived(self, claim_id: str, ref: TransferRef, address: str, key_id: str, num_ranks: int) -> None:
         """A request with this transfer came: claim it and keep it alive until `over`."""
@@ -124,7 +160,12 @@ class EngineAgent(AgentLoop):
             self._answer_hello(source, message)
         elif isinstance(message, messages.Quiesced):
             self._quiesced(source, message)
-        elif isinstance(message, messages.Claim | messages.Renew | messages.Release):
+        elif isinstance(message, messages.OpenWrite | messages.CloseWrite):
+            if message.home == self.home:
+                self._produce(Received(source, message))
+            else:
+                self.counters["foreign_writers"] += 1
+        elif isinstance(message, _FOR_PRODUCER):
             self._produce(Received(source, message))
         elif isinstance(message, messages.Renewed | messages.Released):
             self._consume(Received(source, message))
@@ -150,29 +191,30 @@ class EngineAgent(AgentLoop):
     def _answer_hello(self, source: Route | str, hello: messages.Hello) -> None:
         def refuse(reason: messages.RefusedReason, detail: str) -> None:
             self.counters["refused_handshakes"] += 1
-            logger.warning("kvferry: handshake of engine %s refused: %s: %s", hello.incarnation, reason, detail)
-            self.send(
-                source,
-                messages.Refused(claim_id="", rank=0, seq=hello.seq, reason=reason, detail=messages.shorten(detail)),
-            )
+            detail = messages.shorten(detail)
+            asker = messages.shorten(hello.incarnation)
+            logger.warning("kvferry: handshake of engine %s refused: %s: %s", asker, reason, detail)
+            self.send(source, messages.Refused(claim_id="", rank=0, seq=hello.seq, reason=reason, detail=detail))
 
         if hello.version != messages.PROTOCOL_VERSION:
             refuse("version", f"consumer speaks {hello.version}, producer {messages.PROTOCOL_VERSION}")
-        elif hello.engine_id != self.engine_id:
+        elif hello.engine_id not in ("", self.engine_id):
             refuse("incarnation", f"engine {hello.engine_id} was asked for, {self.engine_id} answers here")
         elif self._record_payload is None:
             refuse("busy", "the engine is still starting")
+        elif self._record_fault:
+            refuse("failed", self._record_fault)
         else:
-            self.send(
-                source,
-                messages.Record(
-                    seq=hello.seq,
-                    version=messages.PROTOCOL_VERSION,
-                    engine_id=self.engine_id,
-                    incarnation=self.incarnation,
-                    payload=self._record_payload,
-                ),
-            )
+            self.send(source, self._record_message(hello.seq, self._record_payload))
+
+    def _record_message(self, seq: int, payload: bytes) -> messages.Record:
+        return messages.Record(
+            seq=seq,
+            version=messages.PROTOCOL_VERSION,
+            engine_id=self.engine_id,
+            incarnation=self.incarnation,
+            payload=payload,
+        )
 
     def _quiesced(self, source: Route | str, message: messages.Quiesced) -> None:
         if message.incarnation != self.incarnation:
@@ -186,7 +228,7 @@ class EngineAgent(AgentLoop):
 
     def _produce(self, event: producer.Event) -> None:
         for action in self._producer.handle(event, boottime()):
-            self._guard(self._act_as_producer, action)
+            self.guard(self._act_as_producer, action)
 
     def _act_as_producer(self, action: producer.Action) -> None:
         if isinstance(action, Send):
@@ -199,7 +241,7 @@ class EngineAgent(AgentLoop):
 
     def _consume(self, event: consumer.Event) -> None:
         for action in self._consumer.handle(event, boottime()):
-            self._guard(self._act_as_consumer, action)
+            self.guard(self._act_as_consumer, action)
 
     def _act_as_consumer(self, action: consumer.Action) -> None:
         if isinstance(action, Send):

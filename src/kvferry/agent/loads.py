@@ -8,7 +8,7 @@ from kvferry.protocol.messages import TransferRef
 
 
 class LoadRequest(msgspec.Struct, frozen=True):
-    """One request's KV to fetch, as the scheduler decided it; the same for every rank of the engine.
+    """One request's KV to get, as the scheduler decided it; the same for every rank of the engine.
 
     load_id: unique per attempt; claim_id: this request's claim on the producer's transfer.
     address, key_id: of the producer's rendezvous.
@@ -17,6 +17,7 @@ class LoadRequest(msgspec.Struct, frozen=True):
     consumer_block_ids, producer_block_ids: per KV cache group, by token position; -1 where nothing is to be
       loaded (a null placeholder, or there already).
     refused: not empty when the load must fail at once, with this reason.
+    write: the producer writes; then its block ids may be unknown here (no group at all).
     """
 
     request_id: str
@@ -34,13 +35,15 @@ class LoadRequest(msgspec.Struct, frozen=True):
     blocks_digest: bytes
     window_starts: tuple[int, ...] = ()
     refused: str = ""
+    write: bool = False
 
 
 class LoadResult(msgspec.Struct, frozen=True):
     """How one rank's part of a load ended. Reported exactly once per load.
 
     quiet: no operation can still write the destination blocks. seconds: from the first post to the last byte.
-    wait_s: from the engine's step to the first post, handshake included.
+    wait_s: from the engine's step to the first post, handshake included. Where the producer writes: seconds from
+    the first order to the last writer's word, wait_s until the first order.
     """
 
     request_id: str

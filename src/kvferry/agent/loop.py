@@ -129,19 +129,19 @@ class AgentLoop(ABC):
             return
         self._ready.set()
         while not self._stopping:
-            if not self._guard(self._turn):
+            if not self.guard(self._turn):
                 time.sleep(AFTER_ERROR_S)
         self._close()
 
     def _turn(self) -> None:
         for event in self.endpoint.receive(self._timeout_s()):
             if isinstance(event, Received):
-                self._guard(self._deliver, event)
+                self.guard(self._deliver, event)
             elif isinstance(event, Lost):
-                self._guard(self.on_lost, event.address, event.reason)
+                self.guard(self.on_lost, event.address, event.reason)
         while self._commands:
-            self._guard(self._commands.popleft())
-        self._guard(self.on_time)
+            self.guard(self._commands.popleft())
+        self.guard(self.on_time)
 
     def _timeout_s(self) -> float | None:
         if self._commands:
@@ -158,7 +158,7 @@ class AgentLoop(ABC):
             return
         self.on_message(event.source, message)
 
-    def _guard(self, step: Callable[..., None], *args: object) -> bool:
+    def guard(self, step: Callable[..., None], *args: object) -> bool:
         """Runs one step. One that fails must not end, or hold up, the thread that every request depends on."""
         try:
             step(*args)
@@ -169,5 +169,5 @@ class AgentLoop(ABC):
         return True
 
     def _close(self) -> None:
-        self._guard(self.on_stop)
-        self._guard(self.endpoint.close)
+        self.guard(self.on_stop)
+        self.guard(self.endpoint.close)

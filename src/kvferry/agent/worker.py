@@ -1,28 +1,32 @@
-"""The agent of a worker process: handshakes, loads, and driving transports for peers that read from here."""
+"""The agent of a worker process: loads, their handshakes, and driving transports for peers that read from here."""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvferry import records
 from kvferry.agent import peers
+from kvferry.agent.driver import Driver
+from kvferry.agent.handshakes import Handshakes
 from kvferry.agent.loads import LoadRequest, LoadResult
 from kvferry.agent.loop import AgentLoop, boottime
 from kvferry.agent.peers import Producer, Side
-from kvferry.agent.reads import POLL_S, Phase, Reads
-from kvferry.control.addresses import AddressError
+from kvferry.agent.sources import ComputeStep, IsDone
+from kvferry.agent.transfers import POLL_S, Phase, Transfer
+from kvferry.agent.writing import Home, Writing
 from kvferry.control.endpoint import Endpoint, Route
-from kvferry.layout import CacheLayout
+from kvferry.layout import CacheLayout, Refusal
+from kvferry.plan import Destinations, block_tables
 from kvferry.protocol import loader as machine
 from kvferry.protocol import messages
 from kvferry.protocol.events import Note, Received, Send, Tick
 from kvferry.protocol.lease import Leases
 from kvferry.protocol.messages import Message
-from kvferry.records import BadRecord, EngineRecord, TransportRecord, WorkerRecord
+from kvferry.protocol.writer import FIRST_SEQ
+from kvferry.records import EngineRecord, TransportRecord, WorkerRecord
 from kvferry.transport.base import Peer, Transport, TransportError, TransportUnavailable
 
 logger = logging.getLogger(__name__)
@@ -30,12 +34,16 @@ logger = logging.getLogger(__name__)
 NUDGED_FOR_S = 1.5
 """How long a worker drives its transports after a nudge: longer than the wire-up of a first read takes."""
 QUIESCED_AGAIN_S = 1.0
+LOOK_FOR_DEAD_S = 0.5
+"""How often writers of loads that are not quiet are looked for."""
 
-
-class _Handshake(NamedTuple):
-    engine_id: str
-    seq: int
-    deadline: float
+_FOR_WRITERS = (
+    messages.RemoteBlocks,
+    messages.CancelWrite,
+    messages.WriteOpened,
+    messages.StopWrite,
+    messages.WriteClosed,
+)
 
 
 @dataclass
@@ -49,6 +57,7 @@ class _Running:
     transport: str = ""
     num_bytes: int = 0
     num_descriptors: int = 0
+    counted: set[tuple[int, int]] = field(default_factory=set)
 
 
 class _Unacknowledged(NamedTuple):
@@ -57,7 +66,7 @@ class _Unacknowledged(NamedTuple):
 
 
 class WorkerAgent(AgentLoop):
-    """Moves this worker's KV. `load`, `cancel`, `collect` and `record` are for the worker's main thread.
+    """Moves this worker's KV. What stands first below is for the worker's main thread.
 
     num_ranks: workers of the engine; tp_size: those with the same layers, None if that is all of them.
     """
@@ -85,17 +94,18 @@ class WorkerAgent(AgentLoop):
         self._num_ranks = num_ranks
         self._side = Side(tp_rank, num_ranks if tp_size is None else tp_size, layout, fingerprint, group_kinds, ())
         self._leases = leases
-        self._loader: machine.Loader | None = None
+        self._loader: Driver[machine.Event, machine.Action] | None = None
+        self._writing: Writing | None = None
         self._incarnation = ""
         self._rendezvous = ""
-        self._handshakes: dict[str, _Handshake] = {}
-        self._hello_seq = 0
+        self._handshakes = Handshakes(self, leases.handshake_s)
         self._producers: dict[str, Producer] = {}
         self._retired: list[Producer] = []
-        self._events: deque[machine.Event] = deque()
-        self._handling = False
         self._loads: dict[str, _Running] = {}
-        self._reads: dict[str, Reads] = {}
+        self._reads: dict[str, Transfer] = {}
+        self._written: dict[str, Producer] = {}  # loads into which their writers may still write
+        self._look_for_dead_at = 0.0
+        self._destinations: Destinations | None = None
         self._unacknowledged: dict[str, _Unacknowledged] = {}
         self._nudged_until = 0.0
         self._quiesced_seq = 0
@@ -115,9 +125,12 @@ class WorkerAgent(AgentLoop):
             transports=tuple(TransportRecord(t.name, t.record()) for t in self._side.transports),
         )
 
-    def identify(self, engine_id: str, incarnation: str, rendezvous: str) -> None:
-        """Tells the agent which engine it belongs to; needed before the first load. Later calls change nothing."""
-        self.submit(lambda: self._identify(engine_id, incarnation, rendezvous))
+    def identify(self, engine_id: str, incarnation: str, rendezvous: str, home: str) -> None:
+        """Tells the agent which engine it belongs to; needed before the first load. Later calls change nothing.
+
+        home: the engine agent's, by which it knows its own workers.
+        """
+        self.submit(lambda: self._identify(engine_id, incarnation, rendezvous, home))
 
     def load(self, load: LoadRequest) -> None:
         """Starts a load; its result comes from `collect`, once."""
@@ -127,6 +140,22 @@ class WorkerAgent(AgentLoop):
     def cancel(self, load_id: str, reason: str) -> None:
         """The request no longer wants its load; the result still comes, once."""
         self.submit(lambda: self._handle(machine.Cancel(load_id, reason)))
+
+    def begin_step(self, steps: list[ComputeStep]) -> None:
+        """The engine's step begins: what it computes of promised transfers, if anything."""
+        self.submit(lambda: self._writer().sources.begin_step(steps))
+
+    def computed_layer(self, layer: str, is_done: IsDone | None) -> None:
+        """In this step the layer has written its cache, once `is_done` says so (None: it has)."""
+        self.submit(lambda: self._writer().sources.computed_layer(layer, is_done))
+
+    def end_step(self, is_done: IsDone | None) -> None:
+        """In this step every layer has."""
+        self.submit(lambda: self._writer().sources.end_step(is_done))
+
+    def forget_transfers(self, transfer_ids: list[str]) -> None:
+        """Nobody can want these any more."""
+        self.submit(lambda: self._writer().sources.forget(transfer_ids))
 
     def collect(self) -> list[LoadResult]:
         """Results since the last call."""
@@ -158,13 +187,15 @@ class WorkerAgent(AgentLoop):
         for reads in self._reads.values():
             reads.abandon("the worker is shutting down")
             reads.quiet()
+        if self._writing is not None:
+            self._writing.stop()
         for producer in [*self._producers.values(), *self._retired]:
             peers.disconnect(producer.sources)
         for transport in self._side.transports:
             transport.close()
         for load_id in list(self._loads):
             # A closed transport may know that nothing can land any more where an open one did not.
-            quiet = load_id not in self._reads or self._reads[load_id].quiet()
+            quiet = load_id not in self._written and (load_id not in self._reads or self._reads[load_id].quiet())
             self._report(machine.Report(load_id, ok=False, reason="the worker's I/O thread was stopped", quiet=quiet))
 
     def on_message(self, source: Route | str, message: Message) -> None:
@@ -173,75 +204,91 @@ class WorkerAgent(AgentLoop):
         elif isinstance(message, messages.QuiescedAck):
             self._unacknowledged.pop(message.load_id, None)
         elif isinstance(message, messages.Record) and isinstance(source, str):
-            self._finish_handshake(source, message)
+            self._handshakes.on_record(source, message)
         elif isinstance(message, messages.Refused) and not message.claim_id and isinstance(source, str):
-            self._refused_handshake(source, message)
+            self._handshakes.on_refused(source, message)
+        elif isinstance(message, _FOR_WRITERS) or (isinstance(message, messages.Refused) and message.seq > FIRST_SEQ):
+            self._writer().on_message(source, message)
         else:
+            if isinstance(message, messages.WriteDone):
+                self._count_written(message)
             self._handle(Received(source, message))
 
     def on_lost(self, address: str, reason: str) -> None:
-        self._forget(address)
-        self._handle(machine.PeerFailed(address, f"connection to {address} lost: {reason}", lost=True))
+        reason = f"connection to {address} lost: {reason}"
+        self._handshakes.on_lost(address, reason)
+        self._retire(address)
+        self._handle(machine.PeerFailed(address, reason, lost=True))
+        self._handle(machine.WriterLost(address, reason))
+        if self._writing is not None:
+            self._writing.on_lost(address, reason)
 
     def on_time(self) -> None:
         now = boottime()
-        for address, handshake in list(self._handshakes.items()):
-            if now >= handshake.deadline:
-                self._fail_handshake(address, f"no answer within {self._leases.handshake_s:g} s")
+        self._handshakes.on_time(now)
         for load_id in list(self._reads):
-            self._guard(self._advance, load_id)
+            self.guard(self._advance, load_id)
+        if self._writing is not None:
+            self.guard(self._writing.on_time, now)
+        if self._written and now >= self._look_for_dead_at:
+            self._look_for_dead_at = now + LOOK_FOR_DEAD_S
+            self._look_for_dead()
         self._disconnect_retired()
         if now < self._nudged_until:
             for transport in self._side.transports:
                 transport.progress()
         self._resend_quiesced(now)
-        deadline = self._loader.next_deadline() if self._loader is not None else None
-        if deadline is not None and now >= deadline:
-            self._handle(Tick())
+        if self._loader is not None:
+            self._loader.tick(now, Tick())
 
     def next_wakeup(self) -> float | None:
         now = boottime()
-        times = [handshake.deadline for handshake in self._handshakes.values()]
+        times = self._handshakes.deadlines()
         times += [entry.send_again_at for entry in self._unacknowledged.values()]
         times += [now + reads.poll_interval_s(now) for reads in self._reads.values()]
         if now < self._nudged_until:
             times.append(now + POLL_S)
+        if self._written:
+            times.append(self._look_for_dead_at)
         if self._loader is not None and (deadline := self._loader.next_deadline()) is not None:
             times.append(deadline)
+        if self._writing is not None:
+            times += self._writing.wakeups(now)
         return min(times, default=None)
 
-    def _identify(self, engine_id: str, incarnation: str, rendezvous: str) -> None:
-        if self._loader is None:
-            self._incarnation = incarnation
-            self._rendezvous = rendezvous
-            self._loader = machine.Loader(engine_id, incarnation, self._rank, self._num_ranks, self._leases)
+    def dial(self, address: str) -> None:
+        """Raises AddressError for an address that may not be dialled."""
+        self.endpoint.dial(address, self.key_of(address))
+
+    def _identify(self, engine_id: str, incarnation: str, rendezvous: str, secret: str) -> None:
+        if self._loader is not None:
+            return
+        self._incarnation = incarnation
+        self._rendezvous = rendezvous
+        loader = machine.Loader(engine_id, incarnation, self._rank, self._num_ranks, self._leases)
+        self._loader = Driver(loader, self._act, self.guard)
+        home = Home(engine_id, incarnation, rendezvous, self._rank, secret)
+        self._writing = Writing(home, self._side, self, self._handshakes, self._leases)
+
+    def _writer(self) -> Writing:
+        if self._writing is None:
+            raise TransportError("this worker does not know its engine yet")
+        return self._writing
 
     # The machine: events in, actions out.
 
     def _handle(self, event: machine.Event) -> None:
-        """Feeds one event and does what follows. Events raised by actions wait their turn, so order is kept."""
-        self._events.append(event)
-        if self._handling:
-            return
-        self._handling = True
-        try:
-            while self._events:
-                self._feed(self._events.popleft())
-        finally:
-            self._handling = False
-
-    def _feed(self, event: machine.Event) -> None:
         if self._loader is None:
             self.counters["before_identified"] += 1
-            return
-        for action in self._loader.handle(event, boottime()):
-            self._guard(self._act, action)
+        else:
+            self._loader.feed(event)
 
     def _act(self, action: machine.Action) -> None:
         if isinstance(action, Send):
+            self._note_order(action.message)
             self.send(action.to, action.message)
         elif isinstance(action, machine.Connect):
-            self._begin_handshake(action.address, action.engine_id)
+            self._meet(action.address, action.engine_id)
         elif isinstance(action, machine.PostReads):
             self._post_reads(action.load_id)
         elif isinstance(action, machine.AbandonReads):
@@ -259,6 +306,7 @@ class WorkerAgent(AgentLoop):
     def _start_load(self, request: LoadRequest, submitted_at: float) -> None:
         self._loads[request.load_id] = _Running(request, submitted_at)
         self.learn_key(request.address, request.key_id)
+        refused = request.refused or (self._why_not_written(request) if request.write else "")
         self._handle(
             machine.Start(
                 machine.Load(
@@ -269,10 +317,56 @@ class WorkerAgent(AgentLoop):
                     num_tokens=request.num_tokens,
                     digest=request.digest,
                     blocks_digest=request.blocks_digest,
-                    refused=request.refused,
+                    refused=refused,
+                    order=self._order(request) if request.write else None,
+                    may_read=bool(request.producer_block_ids),
                 )
             )
         )
+
+    def _why_not_written(self, request: LoadRequest) -> str:
+        """Writers see their own part alone, so that no byte is a destination twice must be seen here."""
+        try:
+            tables = block_tables("consumer", request.consumer_block_ids)
+            if self._destinations is None:
+                self._destinations = Destinations(self._side.layout)
+            self._destinations.prove(tables, request.end_token)
+        except Refusal as refusal:
+            return str(refusal)
+        return ""
+
+    def _order(self, request: LoadRequest) -> machine.Order:
+        return machine.Order(
+            address=self._rendezvous,
+            key_id=self.endpoint.key_id,
+            first_token=request.first_token,
+            end_token=request.end_token,
+            window_starts=request.window_starts,
+            block_ids=request.consumer_block_ids,
+        )
+
+    def _note_order(self, message: Message) -> None:
+        """From its first order on, a load's blocks may be written from outside."""
+        if isinstance(message, messages.RemoteBlocks) and message.landing.load_id not in self._written:
+            load = self._loads[message.landing.load_id]
+            load.posted_at = boottime()
+            self._written[message.landing.load_id] = self._producers[load.request.address]
+
+    def _count_written(self, done: messages.WriteDone) -> None:
+        load = self._loads.get(done.landing.load_id)
+        if load is not None and (done.landing.producer_rank, done.landing.rank) not in load.counted:
+            load.counted.add((done.landing.producer_rank, done.landing.rank))
+            load.num_bytes += done.num_bytes
+            load.num_descriptors += done.num_descriptors
+            load.transport = "+".join(sorted({*load.transport.split("+"), done.transport} - {""}))
+            load.done_at = boottime()
+
+    def _look_for_dead(self) -> None:
+        producers = {id(producer): producer for producer in self._written.values()}
+        for producer in producers.values():
+            for source in producer.sources:
+                if source.transport.gone(source.peer):
+                    self._handle(machine.WriterGone(source.worker.control_address))
 
     def _post_reads(self, load_id: str) -> None:
         load = self._loads[load_id]
@@ -280,14 +374,15 @@ class WorkerAgent(AgentLoop):
         try:
             if producer is None:
                 raise TransportError(f"the connection to {load.request.address} is gone")
-            sources, load.num_bytes, load.num_descriptors = peers.bind(producer, load.request)
+            parts, num_bytes, num_descriptors = peers.bind(producer, load.request)
         except Exception as error:
             # Whatever planning raises, this load fails alone, and with its reason.
             self._handle(machine.ReadsFailed(load_id, f"{type(error).__name__}: {error}"))
             return
-        load.transport = "+".join(sorted({source.transport.name for source in sources}))
+        load.transport = "+".join(sorted({part.transport.name for part in parts}))
         load.posted_at = boottime()
-        self._reads[load_id] = Reads(sources, load.posted_at)  # posted by `on_time`, later in this turn
+        load.num_bytes, load.num_descriptors = num_bytes, num_descriptors
+        self._reads[load_id] = Transfer(parts, load.posted_at)  # posted by `on_time`, later in this turn
 
     def _abandon_reads(self, load_id: str) -> None:
         if load_id in self._reads:
@@ -298,7 +393,7 @@ class WorkerAgent(AgentLoop):
     def _advance(self, load_id: str) -> None:
         """One step of a load's reads, and what the machine must hear of it."""
         reads = self._reads[load_id]
-        was_reading = reads.phase is Phase.READING
+        was_reading = reads.phase is Phase.MOVING
         phase = reads.step()
         if was_reading and phase is Phase.DONE:
             if load_id in self._loads:
@@ -308,7 +403,7 @@ class WorkerAgent(AgentLoop):
             self._handle(machine.ReadsFailed(load_id, reads.reason))
             if reads.lost_peer is not None:
                 self._peer_lost(reads.lost_peer, reads.reason)
-        if phase is not Phase.READING and reads.quiet():
+        if phase is not Phase.MOVING and reads.quiet():
             del self._reads[load_id]
             if phase is not Phase.DONE:
                 self._handle(machine.ReadsQuiet(load_id))
@@ -320,11 +415,13 @@ class WorkerAgent(AgentLoop):
         """The memory that a handshake told of is gone, though its engine may live: ask anew before the next load."""
         for address, producer in list(self._producers.items()):
             if any(source.peer is peer for source in producer.sources):
-                self._forget(address)
+                self._retire(address)
                 self._handle(machine.PeerFailed(address, f"a worker of {address} is gone: {reason}", lost=True))
 
     def _report(self, report: machine.Report) -> None:
         load = self._loads.pop(report.load_id)
+        if report.quiet:
+            self._written.pop(report.load_id, None)
         now = boottime()
         posted_at = load.posted_at if load.posted_at is not None else now
         self._results.append(
@@ -344,6 +441,7 @@ class WorkerAgent(AgentLoop):
         )
 
     def _tell_quiet(self, load_id: str) -> None:
+        self._written.pop(load_id, None)
         self._quiesced_seq += 1
         message = messages.Quiesced(
             incarnation=self._incarnation, load_id=load_id, rank=self._rank, seq=self._quiesced_seq
@@ -359,75 +457,33 @@ class WorkerAgent(AgentLoop):
 
     # Handshakes.
 
-    def _begin_handshake(self, address: str, engine_id: str) -> None:
+    def _meet(self, address: str, engine_id: str) -> None:
         """Until it has ended well, loads go on under an earlier handshake with the same address, if there is one."""
-        self._hello_seq += 1
-        hello = messages.Hello(
-            version=messages.PROTOCOL_VERSION,
-            engine_id=engine_id,
-            incarnation=self._incarnation,
-            seq=self._hello_seq,
-        )
-        self._handshakes[address] = _Handshake(engine_id, self._hello_seq, boottime() + self._leases.handshake_s)
-        try:
-            self.endpoint.dial(address, self.key_of(address))
-        except AddressError as error:
-            self._fail_handshake(address, str(error))
-            return
-        self.send(address, hello)
 
-    def _finish_handshake(self, address: str, message: messages.Record) -> None:
-        handshake = self._handshakes.get(address)
-        if handshake is None or handshake.seq != message.seq:
-            self.counters["late_records"] += 1
-            return
-        try:
-            record = records.decode_engine(message.payload)
-            _check_identity(handshake.engine_id, message, record)
+        def failed(reason: str) -> None:
+            self._handle(machine.PeerFailed(address, reason, lost=False))
+
+        def met(record: EngineRecord) -> None:
             producer = peers.shake_hands(self._side, record, address)
-        except Exception as error:
-            # Whatever a peer's record makes us do, its loads end with a reason.
-            self._fail_handshake(address, f"{type(error).__name__}: {error}")
-            return
-        self._forget(address)
-        self._producers[address] = producer
-        for source in producer.sources:
-            self.learn_key(source.worker.control_address, source.worker.control_key_id)
-        self.counters["handshakes"] += 1
-        self._handle(machine.PeerReady(address, message.incarnation, producer.topology_digest))
+            self._retire(address)
+            self._producers[address] = producer
+            for source in producer.sources:
+                self.learn_key(source.worker.control_address, source.worker.control_key_id)
+            ranks = tuple(machine.SourceRank(one.worker.rank, one.worker.control_address) for one in producer.sources)
+            self._handle(machine.PeerReady(address, producer.incarnation, producer.topology_digest, ranks))
 
-    def _refused_handshake(self, address: str, message: messages.Refused) -> None:
-        handshake = self._handshakes.get(address)
-        if handshake is not None and handshake.seq == message.seq:
-            self._fail_handshake(address, f"refused by the producer: {message.reason}: {message.detail}")
+        self._handshakes.begin(("producer", address), address, engine_id, self._incarnation, met, failed)
 
-    def _fail_handshake(self, address: str, reason: str) -> None:
-        if self._handshakes.pop(address, None) is not None:
-            reason = messages.shorten(reason)
-            self.counters["failed_handshakes"] += 1
-            logger.warning("kvferry: handshake with %s failed: %s", address, reason)
-            self._handle(machine.PeerFailed(address, f"handshake with {address}: {reason}", lost=False))
-
-    def _forget(self, address: str) -> None:
-        """The producer at this address is not what it was; its reads end through the machine."""
-        self._handshakes.pop(address, None)
+    def _retire(self, address: str) -> None:
+        """The producer at this address is not what it was; its transfers end through the machine."""
         if (producer := self._producers.pop(address, None)) is not None:
             self._retired.append(producer)
 
     def _disconnect_retired(self) -> None:
-        """A peer is let go only when no read of ours uses it any more."""
+        """A peer is let go only when no transfer of ours uses it any more."""
         busy = {id(peer) for reads in self._reads.values() for peer in reads.peers()}
+        busy |= {id(source.peer) for producer in self._written.values() for source in producer.sources}
         for producer in list(self._retired):
             if not any(id(source.peer) in busy for source in producer.sources):
                 peers.disconnect(producer.sources)
                 self._retired.remove(producer)
-
-
-def _check_identity(asked_for: str, message: messages.Record, record: EngineRecord) -> None:
-    """An engine answers for itself alone. Raises BadRecord naming both values."""
-    if not asked_for == message.engine_id == record.engine_id:
-        raise BadRecord(
-            f"engine {asked_for} was asked for, {message.engine_id} answered with {record.engine_id}'s record"
-        )
-    if message.incarnation != record.incarnation:
-        raise BadRecord(f"incarnation {message.incarnation} answered with the record of {record.incarnation}")

@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +98,32 @@ def two_legs(
     first = prefill_leg(prefill_url, body, timeout_s, request_id)
     second = decode_leg(decode_url, body, first.get("kv_transfer_params"), timeout_s, request_id)
     return Legs(first, second)
+
+
+def both_legs_at_once(
+    prefill_url: str,
+    decode_url: str,
+    body: Mapping[str, Any],
+    address: Mapping[str, Any],
+    *,
+    first: str = "",
+    timeout_s: float = 300.0,
+) -> Legs:
+    """As a router of the concurrent contract does it: both legs under one name. Raises HttpError.
+
+    address: `remote_host`, `remote_port` of the prefill engine's rendezvous. first: "prefill" runs that leg to its end
+    before the other.
+    """
+    name = f"tx-{uuid.uuid4().hex}"
+    first_leg = {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
+    first_leg.update(max_tokens=1, min_tokens=1, kv_transfer_params={**PREFILL_PARAMS, "transfer_id": name})
+    params = {"do_remote_decode": False, "do_remote_prefill": True, "transfer_id": name, **address}
+    with ThreadPoolExecutor(1) as pool:
+        prefill = pool.submit(post, f"{prefill_url}/v1/completions", first_leg, timeout_s)
+        if first == "prefill":
+            prefill.result()
+        second = post(f"{decode_url}/v1/completions", {**body, "kv_transfer_params": params}, timeout_s)
+        return Legs(prefill.result(), second)
 
 
 class Stream:
@@ -234,6 +261,15 @@ def is_healthy(url: str, timeout_s: float = 2.0) -> bool:
     """Whether GET URL/health answers 200."""
     try:
         get(f"{url}/health", timeout_s)
+    except HttpError:
+        return False
+    return True
+
+
+def is_routable(router_url: str) -> bool:
+    """Whether a router has a prefill and a decode server for a request."""
+    try:
+        complete(router_url, "x", max_tokens=1)
     except HttpError:
         return False
     return True

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -110,11 +111,15 @@ class Cluster:
         router_port: int = 0,
         reporter: Reporter | None = None,
         start_timeout_s: float = _START_TIMEOUT_S,
+        discovery: bool = False,
     ) -> None:
+        """discovery: the router learns of the servers from their announcements, by the MoRI-IO contract; which legs it
+        sends when follows from their `mode`. Otherwise it is told of them, and speaks the NIXL contract."""
         self.specs = list(specs)
         self.servers: list[Server] = []
         self.log_dir = Path()
         self._with_router = router
+        self._discovery = discovery
         self._router_port = router_port
         self._router: Server | None = None
         self._reporter: Reporter = reporter or Silent()
@@ -234,15 +239,16 @@ class Cluster:
                 require_free(port, owner)
 
     def _start(self) -> None:
-        # All at once, so that they differ: one for each server, two for the router (its own, its metrics').
-        *ports, router_port, router_metrics_port = free_ports(len(self.specs) + 2)
+        # All at once, so that they differ: one for each server, and the router's own, its metrics' and its discovery's.
+        *ports, router_port, router_metrics_port, discovery_port = free_ports(len(self.specs) + 3)
+        discovery = f"{HOST}:{discovery_port}" if self._discovery else ""
         self.servers = []
         for spec, port in zip(self.specs, ports, strict=True):
-            self.servers.append(self._spawn(spec, spec.port or port))
+            self.servers.append(self._spawn(replace(spec, discovery=discovery), spec.port or port))
         self._wait_ready(self.servers)
         if self._with_router:
             port = self._router_port or router_port
-            self._router = self._spawn_router(port, router_metrics_port)
+            self._router = self._spawn_router(port, router_metrics_port, discovery)
             self._wait_ready([self._router])
 
     def _spawn(self, spec: ServerSpec, port: int) -> Server:
@@ -251,15 +257,19 @@ class Cluster:
         child = children.start(spec.label, spec.command(port), spec.environment(self.log_dir), grace_s=_GRACE_S)
         return Server(child, port, children, spec)
 
-    def _spawn_router(self, port: int, metrics_port: int) -> Server:
+    def _spawn_router(self, port: int, metrics_port: int, discovery: str) -> Server:
         children = self._running()
         require_free(port, ROUTER)
         command = [
             *(sys.executable, "-m", "vllm_router.launch_router"),
             *("--host", HOST, "--port", str(port), "--prometheus-port", str(metrics_port)),
-            *("--vllm-pd-disaggregation", "--kv-connector", "nixl", "--policy", "round_robin"),
+            *("--vllm-pd-disaggregation", "--policy", "round_robin"),
             *("--worker-startup-check-interval", "1", "--worker-startup-timeout-secs", "60"),
         ]
+        if discovery:
+            command += ["--kv-connector", "moriio", "--vllm-discovery-address", discovery]
+            return Server(children.start(ROUTER, command), port, children, None)
+        command += ["--kv-connector", "nixl"]
         for server in self.servers:
             if server.spec is not None:
                 command += [f"--{server.spec.role}", server.url]

@@ -22,7 +22,8 @@ _SHUTDOWN_TIMEOUT_S = 5  # vLLM's own; without one it kills its engine, which le
 class ServerSpec:
     """One vLLM server. role is prefill or decode; kv_config None serves without a connector.
 
-    args and env come after the defaults and win over them. port 0 takes a free one.
+    args and env come after the defaults and win over them. port 0 takes a free one. discovery: "host:port" at which a
+    router of the MoRI-IO contract listens for servers; this one announces itself there.
     """
 
     role: str
@@ -35,6 +36,7 @@ class ServerSpec:
     max_model_len: int = 2048
     max_num_batched_tokens: int = 512
     cache_gib: int = 1
+    discovery: str = ""
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
 
@@ -58,8 +60,14 @@ class ServerSpec:
             *("--shutdown-timeout", str(_SHUTDOWN_TIMEOUT_S), "--disable-uvicorn-access-log"),
         ]
         if self.kv_config is not None:
-            command += ["--kv-transfer-config", json.dumps(dict(self.kv_config))]
+            command += ["--kv-transfer-config", json.dumps(self._kv_config(self.kv_config, port))]
         return [*command, *self.args]
+
+    def _kv_config(self, kv_config: Mapping[str, Any], port: int) -> dict[str, Any]:
+        if not self.discovery:
+            return dict(kv_config)
+        extra = {**kv_config["kv_connector_extra_config"], "discovery": self.discovery, "http_port": port}
+        return {**kv_config, "kv_connector_extra_config": extra}
 
     def environment(self, scratch: Path) -> dict[str, str]:
         """What is added to our environment; temporary files go below `scratch`."""

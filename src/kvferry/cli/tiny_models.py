@@ -59,6 +59,7 @@ class TinyModel(NamedTuple):
 
 TINY_MODELS = {
     "llama": TinyModel("LlamaConfig", {**_HEADS, "num_hidden_layers": 4}),
+    "llama-deep": TinyModel("LlamaConfig", {**_HEADS, "num_hidden_layers": 32}),
     "gemma2": TinyModel(
         "Gemma2Config", {**_HEADS, "num_hidden_layers": 4, "sliding_window": 64, "query_pre_attn_scalar": 32}
     ),

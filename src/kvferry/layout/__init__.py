@@ -23,7 +23,7 @@ from kvferry.layout.builders import (
     state,
     with_kernel_blocks,
 )
-from kvferry.layout.check import check
+from kvferry.layout.check import Examined, check
 from kvferry.layout.structs import (
     Axis,
     CacheLayout,
@@ -35,6 +35,7 @@ from kvferry.layout.structs import (
     LayoutError,
     Refusal,
     Region,
+    memory_of,
     offset_bytes,
 )
 
@@ -47,6 +48,7 @@ __all__ = [
     "Channels",
     "Context",
     "Dim",
+    "Examined",
     "Field",
     "Heads",
     "Layer",
@@ -61,6 +63,7 @@ __all__ = [
     "fused",
     "interleaved",
     "key_only",
+    "memory_of",
     "offset_bytes",
     "opaque_cells",
     "opaque_tiles",

@@ -8,8 +8,8 @@ from math import prod
 from typing import get_args
 
 import numpy as np
-import numpy.typing as npt
 
+from kvferry.layout.overlaps import Budget, Tangles, check_layers, check_regions, folded, runs_of, shared_byte
 from kvferry.layout.structs import Axis, CacheLayout, Dim, Field, Layer, LayoutError
 
 # A peer's layout is looked at by a worker's only thread, so what it may cost is bounded. Caches in use stay far below:
@@ -21,21 +21,16 @@ MAX_FIELDS = 16
 MAX_AXES = 16
 """Axes of one field."""
 MAX_GEOMETRIES = 128
-"""Different ones (fields, blocks and heads) among the layers of a layout."""
+"""Different ones (fields, blocks and heads) among the layers of a layout, or of those looked at together."""
 MAX_RUNS = 1 << 17
-"""Separate runs of bytes in one block, over all different geometries of a layout."""
+"""Separate runs of bytes in one block, over all different geometries; and over layers that lie among one another."""
 
 MAX_BYTES = 1 << 56
 """Any length, offset or stride above this is nonsense, and below it int64 arithmetic cannot overflow."""
 MAX_ADDRESS = 1 << 62
 
-_PIECES_PER_RUN = 4
-_MIN_PIECES = 1024
 
-Ints = npt.NDArray[np.int64]
-
-
-def check(layout: CacheLayout) -> None:
+def check(layout: CacheLayout, examined: Examined | None = None) -> None:
     """Raise LayoutError, naming layer, field and both values, unless for every layer
 
     - the axes of each field enumerate each (token, head, content byte) once,
@@ -45,9 +40,12 @@ def check(layout: CacheLayout) -> None:
     - the context is one of its ranks, deals whole runs into each block, and runs and token axes (and tiles) can be cut
       at one another,
 
-    and unless names are unique and the layers of one group agree in their block size.
-    What would be expensive to look at is refused by name, see MAX_RUNS and the other bounds.
+    and unless names are unique, regions are apart, and the layers of one group agree in their block size and share no
+    byte, but for names of one and the same memory. (Layers of different groups may: their blocks are told apart.)
+    What would be expensive to look at is refused by name, see MAX_RUNS and the other bounds. examined: shared by
+    layouts that come together, such as those of one engine, so that the bounds hold for all of them.
     """
+    examined = Examined() if examined is None else examined
     _few("layout: regions", len(layout.regions), MAX_REGIONS)
     _few("layout: layers", len(layout.layers), MAX_LAYERS)
     _unique("layer name", (layer.name for layer in layout.layers))
@@ -55,7 +53,7 @@ def check(layout: CacheLayout) -> None:
     for index, region in enumerate(layout.regions):
         _bounded(f"region {index}", "address", region.address, 0, MAX_ADDRESS)
         _bounded(f"region {index}", "length_bytes", region.length_bytes, 1)
-    examined = _Examined()
+    check_regions(layout.regions)
     for layer in layout.layers:
         first = block_sizes.setdefault(layer.group, layer)
         if first.block_size != layer.block_size:
@@ -64,18 +62,21 @@ def check(layout: CacheLayout) -> None:
                 f" of the same group {layer.group}"
             )
         _check_layer(layout, layer, examined)
+    check_layers(layout.layers, examined.end, examined.tangles)
 
 
-class _Examined:
-    """The geometries of one layout that were looked at: layers that are alike share one look."""
+class Examined:
+    """The geometries that were looked at, in one layout or in several: layers that are alike share one look."""
 
     def __init__(self) -> None:
         self._ends: dict[object, int] = {}
         self._disjoint: set[object] = set()
-        self._num_runs = 0
+        self._runs = Budget(MAX_RUNS)
+        self.tangles = Tangles(MAX_RUNS)
 
-    def end(self, where: str, layer: Layer) -> int:
+    def end(self, layer: Layer) -> int:
         """The offset just behind the last byte, from the layer's base. Raises LayoutError for an unsound field."""
+        where = f"layer {layer.name}"
         geometry = _geometry(layer)
         if geometry not in self._ends:
             _few(f"{where}: different geometries up to here", len(self._ends) + 1, MAX_GEOMETRIES)
@@ -90,8 +91,8 @@ class _Examined:
         geometry = _geometry(layer)
         if geometry in self._disjoint:
             return
-        self._num_runs += sum(_num_runs(field) for field in layer.fields)
-        _few(f"{where}: separate runs in a block, with those of other geometries", self._num_runs, MAX_RUNS)
+        num_runs = sum(prod(axis.size for axis in folded(field)[1]) for field in layer.fields)
+        self._runs.spend(f"{where}: separate runs in a block, with those of other geometries", num_runs)
         clash = _clash(layer.fields, layer.num_blocks)
         if clash:
             raise LayoutError(f"{where}: {clash}")
@@ -100,10 +101,11 @@ class _Examined:
 
 def _geometry(layer: Layer) -> object:
     """All of a layer that decides whether its fields are sound."""
-    return layer.fields, layer.num_blocks, layer.block_size, layer.heads.count, layer.context
+    context = layer.context.size, layer.context.interleave
+    return layer.fields, layer.num_blocks, layer.block_size, layer.heads.count, context
 
 
-def _check_layer(layout: CacheLayout, layer: Layer, examined: _Examined) -> None:
+def _check_layer(layout: CacheLayout, layer: Layer, examined: Examined) -> None:
     where = f"layer {layer.name}"
     if not 0 <= layer.region < len(layout.regions):
         raise LayoutError(f"{where}: region {layer.region} of {len(layout.regions)}")
@@ -127,7 +129,7 @@ def _check_layer(layout: CacheLayout, layer: Layer, examined: _Examined) -> None
     _few(f"{where}: fields", len(layer.fields), MAX_FIELDS)
     for field in layer.fields:
         _few(f"{where}, field {field.name}: axes", len(field.axes), MAX_AXES)
-    end = examined.end(where, layer)
+    end = examined.end(layer)
     length = layout.regions[layer.region].length_bytes
     if layer.base_bytes + end > length:
         raise LayoutError(
@@ -160,6 +162,8 @@ def _check_field(where: str, layer: Layer, field: Field) -> int:
             _bounded(where, f"{axis.dim} axis {name}", value, least)
     if field.opaque == "":
         raise LayoutError(f"{where}: opaque: the tag is empty")
+    if field.opaque is not None and all(axis.dim != "token" for axis in field.axes):
+        raise LayoutError(f"{where}: opaque: no token axis, so the tokens of a tile are not known")
     _digits(where, field.axes, "token", layer.block_size // layer.context.size, tile=field.opaque is not None)
     _digits(where, field.axes, "head", layer.heads.count)
     _digits(where, field.axes, "content", field.content_bytes)
@@ -221,7 +225,7 @@ def _unique(what: str, names: Iterable[str]) -> None:
 @lru_cache(maxsize=256)
 def _clash(fields: tuple[Field, ...], num_blocks: int) -> str | None:
     """How two coordinates of a layer come to share a byte, or None. Cached: most layers of a model are alike."""
-    runs = [_runs(field) for field in fields]
+    runs = [runs_of(field) for field in fields]
     starts = np.concatenate([starts for starts, _ in runs])
     lengths = np.concatenate([np.full(len(starts), length, np.int64) for starts, length in runs])
     strides = {field.block_stride_bytes for field in fields}
@@ -232,54 +236,13 @@ def _clash(fields: tuple[Field, ...], num_blocks: int) -> str | None:
         stride = int((starts + lengths).max())
     elif int(lengths.max()) > stride:
         return f"a run of {int(lengths.max())} bytes in a block, but blocks are {stride} bytes apart"
-    return _overlap(starts, lengths, stride, num_blocks)
-
-
-def _num_runs(field: Field) -> int:
-    return prod(axis.size for axis in _folded(field)[1])
-
-
-def _folded(field: Field) -> tuple[int, list[Axis]]:
-    """The length of a field's contiguous runs, and the axes along which they repeat in a block."""
-    run, axes = 1, [axis for axis in field.axes if axis.size > 1]
-    while inner := next((axis for axis in axes if axis.stride_bytes == run), None):
-        run *= inner.size
-        axes.remove(inner)
-    return run, axes
-
-
-def _runs(field: Field) -> tuple[Ints, int]:
-    """The contiguous runs of a field inside one block: their starts, and the one length they have."""
-    run, axes = _folded(field)
-    starts = np.full(1, field.base_bytes, np.int64)
-    for axis in axes:
-        starts = np.add.outer(starts, np.arange(axis.size, dtype=np.int64) * axis.stride_bytes).ravel()
-    return starts, run
-
-
-def _overlap(starts: Ints, lengths: Ints, stride: int, num_blocks: int) -> str | None:
-    """Runs repeat at each multiple of `stride`, num_blocks times. Where two meet, seen modulo the stride, their
-    quotients must be num_blocks apart; so no block has to be looked at twice."""
-    wraps = starts % stride + lengths > stride
-    head = np.where(wraps, stride - starts % stride, lengths)
-    begin = np.concatenate([starts % stride, np.zeros(int(wraps.sum()), np.int64)])
-    end = begin + np.concatenate([head, (lengths - head)[wraps]])
-    turn = np.concatenate([starts // stride, starts[wraps] // stride + 1])
-    cuts = np.unique(np.concatenate([begin, end]))
-    low, high = np.searchsorted(cuts, begin), np.searchsorted(cuts, end)
-    pieces = high - low
-    if int(pieces.sum()) > _PIECES_PER_RUN * len(starts) + _MIN_PIECES:
-        return "runs overlap in too many ways"
-    first = np.repeat(low - np.cumsum(pieces) + pieces, pieces)
-    segment = first + np.arange(int(pieces.sum()))
-    turn = np.repeat(turn, pieces)
-    order = np.lexsort((turn, segment))
-    segment, turn = segment[order], turn[order]
-    bad = np.flatnonzero((segment[1:] == segment[:-1]) & (turn[1:] - turn[:-1] < num_blocks))
-    if not len(bad):
+    blocks = np.full(len(starts), num_blocks, np.int64)
+    try:
+        address = shared_byte("fields", starts, lengths, blocks, stride)
+    except LayoutError as error:
+        return str(error)
+    if address is None:
         return None
-    at = bad[0]
-    address = int(turn[at + 1]) * stride + int(cuts[segment[at]])
     return (
         f"two coordinates share the byte at offset {address} of the layer (block stride {stride}, {num_blocks} blocks)"
     )

@@ -9,7 +9,7 @@ Structs here are plain data that travels in handshakes, so they know nothing of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from math import gcd
 from typing import Any, Literal, TypeVar
 
@@ -135,8 +135,14 @@ class Layer(msgspec.Struct, frozen=True):
     scales: str = ""
 
 
+def memory_of(layer: Layer) -> Hashable:
+    """Equal for names of one and the same memory."""
+    return layer.group, layer.region, layer.base_bytes, layer.fields, layer.context
+
+
 class Region(msgspec.Struct, frozen=True):
-    """One span of memory to register: address in its process, length in bytes, device ("cpu", "cuda:0", ...)."""
+    """One span of memory to register: address in its process (0 where it is none's), length in bytes, device ("cpu",
+    "cuda:0", ...)."""
 
     address: int
     length_bytes: int

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.layout import Axis, Dim
+from kvferry.plan.limits import check_points
 
 Ints = npt.NDArray[np.int64]
 
@@ -180,13 +181,14 @@ def pair(consumer: Digits, producer: Digits, consumer_start: int, producer_start
 
     The union of the boxes is {(address(consumer, consumer_start + i), address(producer, producer_start + i))}: the
     common digits as loops, what is above them index by index, where neighbours that are evenly spaced on both sides
-    are a loop again.
+    are a loop again. Raises Refusal where that would be very many.
     """
     common = refine(consumer, producer, gcd(consumer_start, producer_start, count))
     inner: tuple[Box, ...] = (POINT,)
     for one in common:
         inner = times(inner, one.boxes)
     unit = prod(one.size for one in common)
+    check_points(count // unit)
     steps = np.arange(count // unit, dtype=np.int64)
     left, right = consumer_start // unit + steps, producer_start // unit + steps
     points = _points(above(consumer, unit), left, above(producer, unit), right)

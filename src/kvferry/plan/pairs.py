@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
-
-from kvferry.layout import CacheLayout, Context, Field, Layer, LayoutError, Refusal, check
-from kvferry.plan.proof import NOTHING, ClaimKey, Claims, Sums, prove, sums_of_point, token_walk, walk_rest
-from kvferry.plan.request import BlockTable, Chunks, Group, TransferPlan, bind_unit, match, place
+from kvferry.layout import CacheLayout, Examined, Layer, Refusal, memory_of
+from kvferry.plan.boxes import Ints
+from kvferry.plan.compare import Examinations, LayerPair, Scope, check_sound, layer_pairs
+from kvferry.plan.limits import MAX_DESCRIPTORS, USUAL_TOKENS, check_boxes, too_many
+from kvferry.plan.proof import ClaimKey, Claims, TokenWalk, prove, token_walk, walk_rest
+from kvferry.plan.request import (
+    BlockTable,
+    Chunks,
+    Group,
+    Move,
+    TransferPlan,
+    UnitRuns,
+    bind_unit,
+    block_tables,
+    check_reach,
+    match,
+    moves,
+    place,
+)
+from kvferry.plan.sums import NOTHING, Sums, sums_of_point
 from kvferry.plan.units import (
     FieldPair,
     Placement,
@@ -21,8 +36,6 @@ from kvferry.plan.units import (
     pair_fields,
     select,
     span_tokens,
-    spans_runs,
-    tile_tokens,
 )
 from kvferry.topology import Share
 
@@ -32,13 +45,16 @@ class PairPlan:
     """What a consumer worker and a producer worker share, worked out once at the handshake; made by `compile`.
 
     groups: by index, the KV cache groups with layers in it. units: what moves together, each in one group.
-    placements: where, in the consumer's layer order. claims: what a proof asks for. region_bytes: lengths of the
-    consumer's regions, and of the producer's.
+    placements: where, in the consumer's layer order. layers: of each placement, the names of the layers whose memory
+    it is. claims: what a proof asks for. region_bytes: lengths of the consumer's regions, and of the producer's.
+    examples: of each unit, one layer as both sides have it.
     """
 
     groups: dict[int, Group]
     units: tuple[Unit, ...]
+    examples: tuple[tuple[Layer, Layer], ...]
     placements: tuple[Placement, ...]
+    layers: tuple[tuple[str, ...], ...]
     claims: Claims
     region_bytes: tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -54,8 +70,8 @@ class PairPlan:
 
         Tables: one per KV cache group of the model, on each side. window_starts: by group, the first token that is
         still looked at; what lies before it is left out, but for the rest of its chunk. Raises Refusal where tables do
-        not fit the layouts or one another, and Unproven (a Refusal) if the plan does not pass its proof; then nothing
-        may move.
+        not fit the layouts or one another, or where it takes more than MAX_DESCRIPTORS, and Unproven (a Refusal) if the
+        plan does not pass its proof; then nothing may move.
         """
         if not 0 <= first_token <= end_token:
             raise Refusal("tokens", f"first_token {first_token}", f"end_token {end_token}")
@@ -63,21 +79,19 @@ class PairPlan:
         if window_starts and len(window_starts) != len(consumer_tables):
             raise Refusal("number of windows", f"{len(window_starts)} for {len(consumer_tables)} groups", "any")
         if first_token == end_token:
-            return TransferPlan((), 0, 0, (end_token,) * len(self.units), (first_token,) * len(self.units))
-        consumer_ids = [np.asarray(table.block_ids, dtype=np.int64) for table in consumer_tables]
-        producer_ids = [np.asarray(table.block_ids, dtype=np.int64) for table in producer_tables]
+            return TransferPlan((), (), 0, 0, (end_token,) * len(self.units), (first_token,) * len(self.units))
+        consumer_ids, producer_ids = (
+            [table.block_ids for table in block_tables(side, [given.block_ids for given in tables])]
+            for side, tables in (("consumer", consumer_tables), ("producer", producer_tables))
+        )
+        for group in self.groups.values():
+            check_reach(group, consumer_ids[group.number], end_token)
         starts = tuple(_first_token(unit, first_token, window_starts) for unit in self.units)
-        matched: dict[tuple[int, int, Selection], Chunks] = {}
-        bound = []
-        for unit, start in zip(self.units, starts, strict=True):
-            key = (unit.group, unit.chunk_tokens, unit.selection)
-            if key not in matched:
-                group, ids = self.groups[unit.group], (consumer_ids[unit.group], producer_ids[unit.group])
-                matched[key] = match(group, unit.chunk_tokens, *ids, start, end_token, unit.selection)
-            bound.append(bind_unit(unit, matched[key], start, end_token))
-        batches = place(self.placements, [one.runs for one in bound])
+        bound = self._bind_units(consumer_ids, producer_ids, starts, end_token)
+        batches, slices = place(self.placements, [one.runs for one in bound])
         plan = TransferPlan(
             batches=batches,
+            slices=slices,
             num_bytes=sum(int(batch.lengths.sum()) for batch in batches),
             required_bytes=sum(bound[placement.unit].required_bytes for placement in self.placements),
             stops=tuple(one.stop for one in bound),
@@ -87,6 +101,45 @@ class PairPlan:
             self.claims, self.region_bytes, (consumer_ids, producer_ids), (first_token, end_token), plan, window_starts
         )
         return plan
+
+    def _bind_units(
+        self, consumer_ids: Sequence[Ints], producer_ids: Sequence[Ints], starts: Sequence[int], end_token: int
+    ) -> list[UnitRuns]:
+        """Counts before it lists: first what each unit takes, then, neighbours being one, what all placements take."""
+        matched: dict[tuple[int, int, Selection], Chunks] = {}
+        found: list[tuple[Chunks, list[Move]]] = []
+        counts: list[int] = []
+        num_boxes = 0
+        for unit, start in zip(self.units, starts, strict=True):
+            self._check_counts([*counts, (end_token - start) // unit.chunk_tokens], (start, end_token))
+            key = (unit.group, unit.chunk_tokens, unit.selection)
+            if key not in matched:
+                group, ids = self.groups[unit.group], (consumer_ids[unit.group], producer_ids[unit.group])
+                matched[key] = match(group, unit.chunk_tokens, *ids, start, end_token, unit.selection)
+            found.append((matched[key], moves(unit, matched[key], start, end_token)))
+            num_boxes += sum(move.num_boxes for move in found[-1][1])
+            check_boxes(num_boxes)
+            counts.append(sum(move.num_runs for move in found[-1][1]))
+            self._check_counts(counts, (start, end_token))
+        bound = [bind_unit(unit, *one, end_token) for unit, one in zip(self.units, found, strict=True)]
+        counts = [len(one.runs.lengths) for one in bound]
+        if self._over_placements(counts) > MAX_DESCRIPTORS:
+            raise self._too_many(counts, (min(starts), end_token))
+        return bound
+
+    def _check_counts(self, counts: Sequence[int], tokens: tuple[int, int]) -> None:
+        """Of the first units, before neighbours become one."""
+        if sum(counts) > MAX_DESCRIPTORS:
+            raise self._too_many(counts, tokens)
+
+    def _over_placements(self, counts: Sequence[int]) -> int:
+        return sum(counts[placement.unit] for placement in self.placements if placement.unit < len(counts))
+
+    def _too_many(self, counts: Sequence[int], tokens: tuple[int, int]) -> Refusal:
+        largest = max(range(len(counts)), key=counts.__getitem__)
+        what = f"tokens {tokens[0]} to {tokens[1]}"
+        total = self._over_placements(counts)
+        return too_many(what, total, *self.examples[largest], self.units[largest].run_bytes)
 
 
 def _first_token(unit: Unit, first_token: int, window_starts: Sequence[int]) -> int:
@@ -104,55 +157,56 @@ def _check_groups(groups: dict[int, Group], consumer: Sequence[BlockTable], prod
         raise Refusal(f"block table of group {max(groups)}", f"{len(consumer)} tables", f"{len(producer)} tables")
 
 
-class LayerPair(NamedTuple):
-    """One layer on both sides, and the heads that go from one to the other, counted from the start of each shard."""
-
-    consumer: Layer
-    producer: Layer
-    consumer_head: int
-    producer_head: int
-    num_heads: int
-
-    @property
-    def geometry(self) -> Hashable:
-        """Equal for layers whose fields agree in everything but the base address, on both sides."""
-        return (self.consumer.fields, self.producer.fields, self.contexts, *self[2:])
-
-    @property
-    def contexts(self) -> tuple[Context, Context]:
-        return self.consumer.context, self.producer.context
-
-    @property
-    def scope(self) -> tuple[int, int, int]:
-        """Only layers of one group and the same regions can move together."""
-        return self.consumer.group, self.consumer.region, self.producer.region
-
-
 class Piece(NamedTuple):
-    """A layer pair with what its geometry class has in common: fields and proof sums, relative to the bases."""
+    """A layer pair with what its geometry class has in common: fields and, for the proof, walks and sums, relative to
+    the bases. number: of the class."""
 
     pair: LayerPair
+    number: int
     fields: tuple[FieldPair, ...]
+    walks: tuple[tuple[int, TokenWalk, TokenWalk], ...]
     sums: tuple[Sums, ...]
     chunk_tokens: int
 
 
-def compile(consumer: CacheLayout, producer: CacheLayout, share: Share) -> PairPlan:
+def compile(
+    consumer: CacheLayout,
+    producer: CacheLayout,
+    share: Share,
+    *,
+    by_layer: bool = False,
+    examined: Examinations | None = None,
+    tick: Callable[[], None] = lambda: None,
+) -> PairPlan:
     """Everything about a share that does not depend on a request; only the share's layers are looked at.
 
-    Raises Refusal, naming layer, field and both values, if a layout is unsound (`layout.check`) or the two do not mean
-    the same bytes: dtype, scales, heads, contexts, groups, fields, content sizes, opaque tags, tiles, shared storage.
+    by_layer: each layer gets a placement of its own, as a writer needs it that sends layers one after another; else
+    neighbours that touch on both sides move together, in fewer descriptors. examined: what `layout.check` has seen of
+    either side's layouts. tick: called before each step that peers can make long; it may raise to give up.
+
+    Raises Refusal, naming layer, field and both values, if a layout is unsound (`layout.check`), if the two do not mean
+    the same bytes (dtype, scales, heads, contexts, groups, fields, content sizes, opaque tags, tiles, shared storage),
+    or if a few tokens would take more than MAX_DESCRIPTORS.
     """
     names = {part.name for part in share.layers}
     consumer, producer = _only(consumer, names), _only(producer, names)
-    _check_sound(consumer, producer)
-    pairs = list(_layer_pairs(consumer, producer, share))
-    chains = _chains(_pieces(pairs))
-    units, placements, claims = _units(chains, {layer.name: i for i, layer in enumerate(consumer.layers)})
+    check_sound(consumer, producer, examined or (Examined(), Examined()))
+    pairs = list(layer_pairs(consumer, producer, share))
+    order = {layer.name: i for i, layer in enumerate(consumer.layers)}
+    pieces = _pieces(pairs, tick)
+    chains = [[piece] for piece in pieces] if by_layer else _chains(pieces)
+    chains.sort(key=lambda chain: min(order[piece.pair.consumer.name] for piece in chain))
+    units, examples, placements, claims = _units(chains)
+    _check_usual(units, examples, placements, tick)
+    aliases = _aliases(consumer)
     return PairPlan(
         groups=_groups(pairs),
         units=units,
+        examples=examples,
         placements=placements,
+        layers=tuple(
+            tuple(name for piece in chain for name in aliases[memory_of(piece.pair.consumer)]) for chain in chains
+        ),
         claims=claims,
         region_bytes=(
             tuple(region.length_bytes for region in consumer.regions),
@@ -165,72 +219,12 @@ def _only(layout: CacheLayout, names: set[str]) -> CacheLayout:
     return CacheLayout(layout.regions, tuple(layer for layer in layout.layers if layer.name in names))
 
 
-def _check_sound(consumer: CacheLayout, producer: CacheLayout) -> None:
-    faults = []
-    for layout in (consumer, producer):
-        try:
-            check(layout)
-            faults.append("a sound one")
-        except LayoutError as error:
-            faults.append(str(error))
-    if faults != ["a sound one"] * 2:
-        raise Refusal("layout", *faults)
-
-
-def _layer_pairs(consumer: CacheLayout, producer: CacheLayout, share: Share) -> Iterator[LayerPair]:
-    """The share's layers, compared; layers that are one and the same memory on both sides come once."""
-    mine = {layer.name: layer for layer in consumer.layers}
-    theirs = {layer.name: layer for layer in producer.layers}
-    seen: dict[Hashable, tuple[str, Hashable]] = {}
-    for part in share.layers:
-        left, right = mine.get(part.name), theirs.get(part.name)
-        if left is None or right is None:
-            raise Refusal(f"layer {part.name}", left and left.name, right and right.name)
-        _compare(left, right, part.start, part.stop)
-        memory = (left.group, left.region, left.base_bytes, left.fields, left.context)
-        source = (right.region, right.base_bytes, right.fields, right.context)
-        first, first_source = seen.setdefault(memory, (part.name, source))
-        if first_source != source:
-            raise Refusal(f"layers {first} and {part.name}", "one memory", "two")
-        if first == part.name:
-            heads = (part.start - left.heads.start, part.start - right.heads.start, part.stop - part.start)
-            yield LayerPair(left, right, *heads)
-
-
-def _compare(left: Layer, right: Layer, start: int, stop: int) -> None:
-    where = f"layer {left.name}"
-    for name, mine, theirs in (
-        ("group", left.group, right.group),
-        ("dtype", left.dtype, right.dtype),
-        ("scales", left.scales or "none", right.scales or "none"),
-        ("total KV heads", left.heads.total, right.heads.total),
-        ("fields", [field.name for field in left.fields], [field.name for field in right.fields]),
-    ):
-        if mine != theirs:
-            raise Refusal(f"{where}: {name}", mine, theirs)
-    for heads in (left.heads, right.heads):
-        if not heads.start <= start < stop <= heads.start + heads.count:
-            raise Refusal(f"{where}: heads {start} to {stop} of the share", left.heads, right.heads)
-    if not left.context.overlaps(right.context):
-        raise Refusal(f"{where}: context", left.context, right.context, "they have no token in common")
-    for mine_field, their_field in zip(left.fields, right.fields, strict=True):
-        _compare_fields(f"{where}, field {mine_field.name}", mine_field, their_field)
-        _compare_runs(f"{where}, field {mine_field.name}", mine_field, left.context, right.context)
-
-
-def _compare_fields(where: str, left: Field, right: Field) -> None:
-    if left.opaque != right.opaque:
-        raise Refusal(f"{where}: packing", left.opaque or "known", right.opaque or "known")
-    if tile_tokens(left) != tile_tokens(right):
-        raise Refusal(f"{where}: tile tokens", tile_tokens(left), tile_tokens(right))
-    if left.content_bytes != right.content_bytes:
-        raise Refusal(f"{where}: content_bytes", left.content_bytes, right.content_bytes)
-
-
-def _compare_runs(where: str, field: Field, left: Context, right: Context) -> None:
-    """A tile that holds several runs of a context cannot be taken apart."""
-    if left != right and (spans_runs(field, left) or spans_runs(field, right)):
-        raise Refusal(f"{where}: context of tiles of {tile_tokens(field)} tokens", left, right, "a tile moves whole")
+def _aliases(layout: CacheLayout) -> dict[Hashable, list[str]]:
+    """The names of each memory."""
+    names: dict[Hashable, list[str]] = {}
+    for layer in layout.layers:
+        names.setdefault(memory_of(layer), []).append(layer.name)
+    return names
 
 
 def _groups(pairs: Sequence[LayerPair]) -> dict[int, Group]:
@@ -248,16 +242,22 @@ def _groups(pairs: Sequence[LayerPair]) -> dict[int, Group]:
     return found
 
 
-def _pieces(pairs: Sequence[LayerPair]) -> Iterator[Piece]:
+def _pieces(pairs: Sequence[LayerPair], tick: Callable[[], None]) -> Iterator[Piece]:
     """Each layer pair with the fields of its geometry class, which are worked out once."""
     classes: dict[Hashable, Piece] = {}
     for pair in pairs:
         key = pair.geometry
         if key not in classes:
+            tick()
             both = list(zip(pair.consumer.fields, pair.producer.fields, strict=True))
             fields = tuple(pair_fields(left, right, pair.contexts, *pair[2:]) for left, right in both)
             sums = tuple(walk_rest(left, right, *pair[2:]) for left, right in both)
-            classes[key] = Piece(pair, fields, sums, common_chunk(pair.consumer.name, fields))
+            walks = tuple(
+                (span_tokens(left, pair.contexts[0]), token_walk(pair.consumer, left), token_walk(pair.producer, right))
+                for left, right in both
+            )
+            chunk = common_chunk(pair.consumer.name, fields)
+            classes[key] = Piece(pair, len(classes), fields, walks, sums, chunk)
         yield classes[key]._replace(pair=pair)
 
 
@@ -302,33 +302,56 @@ def _distance(first: Piece, other: Piece) -> tuple[int, int]:
     return consumer, other.pair.producer.base_bytes - first.pair.producer.base_bytes
 
 
+def _check_usual(
+    units: Sequence[Unit],
+    examples: Sequence[tuple[Layer, Layer]],
+    placements: Sequence[Placement],
+    tick: Callable[[], None],
+) -> None:
+    """What no request could use is refused at once, and so is what has no pattern."""
+    counts, num_boxes = [], 0
+    for unit in units:
+        tick()
+        num_boxes += sum(len(boxes) for boxes in unit.cut(0, unit.chunk_tokens).values())
+        check_boxes(num_boxes)
+        counts.append(unit.num_runs_of(USUAL_TOKENS))
+    total = sum(counts[placement.unit] for placement in placements)
+    if total > MAX_DESCRIPTORS:
+        largest = max(range(len(counts)), key=lambda index: counts[index])
+        raise too_many(f"any {USUAL_TOKENS} tokens", total, *examples[largest], units[largest].run_bytes)
+
+
 def _units(
-    chains: Sequence[Sequence[Piece]], order: dict[str, int]
-) -> tuple[tuple[Unit, ...], tuple[Placement, ...], Claims]:
-    """Chains that are alike are placements of one unit; claims add up over them."""
+    chains: Sequence[Sequence[Piece]],
+) -> tuple[tuple[Unit, ...], tuple[tuple[Layer, Layer], ...], tuple[Placement, ...], Claims]:
+    """A placement for each chain. Chains that are alike are placements of one unit; claims add up over them."""
     known: dict[Hashable, int] = {}
     units: list[Unit] = []
-    placed: list[tuple[int, Placement]] = []
-    claims: Claims = {}
+    examples: list[tuple[Layer, Layer]] = []
+    placements: list[Placement] = []
+    bases: dict[tuple[int, Scope, int], tuple[Piece, Sums]] = {}
     for chain in chains:
         group, consumer_region, producer_region = chain[0].pair.scope
         key = (group, tuple((piece.pair.geometry, _distance(chain[0], piece)) for piece in chain))
         unit = known.setdefault(key, len(units))
         if unit == len(units):
             chunk = chain[0].chunk_tokens
+            examples.append((chain[0].pair.consumer, chain[0].pair.producer))
             units.append(Unit(group, chunk, _fields(chain), select(chain[0].pair.contexts, chunk)))
-        bases = chain[0].pair.consumer.base_bytes, chain[0].pair.producer.base_bytes
-        first = min(order[piece.pair.consumer.name] for piece in chain)
-        placed.append((first, Placement(unit, consumer_region, producer_region, *bases)))
+        begin = chain[0].pair.consumer.base_bytes, chain[0].pair.producer.base_bytes
+        placements.append(Placement(unit, consumer_region, producer_region, *begin))
         for piece in chain:
-            _add_claims(claims, unit, piece)
-    return tuple(units), tuple(placement for _, placement in sorted(placed)), claims
+            which = (unit, piece.pair.scope, piece.number)
+            one = sums_of_point(piece.pair.consumer.base_bytes, piece.pair.producer.base_bytes)
+            bases[which] = (piece, bases[which][1].plus(one) if which in bases else one)
+    return tuple(units), tuple(examples), tuple(placements), _claims(bases)
 
 
-def _add_claims(claims: Claims, unit: int, piece: Piece) -> None:
-    left, right = piece.pair.consumer, piece.pair.producer
-    base = sums_of_point(left.base_bytes, right.base_bytes)
-    for mine, theirs, rest in zip(left.fields, right.fields, piece.sums, strict=True):
-        walks = token_walk(left, mine), token_walk(right, theirs)
-        key = ClaimKey(unit, *piece.pair.scope, span_tokens(mine, left.context), *walks)
-        claims[key] = claims.get(key, NOTHING).plus(rest.times(base))
+def _claims(bases: Mapping[tuple[int, Scope, int], tuple[Piece, Sums]]) -> Claims:
+    """bases: by unit, scope and geometry class, the sums over where its layers begin."""
+    claims: Claims = {}
+    for (unit, scope, _), (piece, total) in bases.items():
+        for walk, rest in zip(piece.walks, piece.sums, strict=True):
+            key = ClaimKey(unit, *scope, *walk)
+            claims[key] = claims.get(key, NOTHING).plus(rest.times(total))
+    return claims

@@ -1,16 +1,16 @@
 """Why a plan may be trusted: sums over all bytes, taken once over descriptors and once over coordinates.
 
 The planner refines, folds, joins and merges. The proof does none of that: for each layer and field it walks the axes of
-both sides, one dimension at a time, and adds up over all required bytes: how many, their consumer addresses c, the
-differences d to their producer addresses, and c * d (all modulo 2**64). Dimensions are independent of one another, so
-sums of the whole follow from sums over each. A descriptor that is shifted, dropped, doubled, lengthened, or exchanged
-with another changes one of the four. With destinations that are disjoint and bounds that hold, each byte is covered
-once.
+both sides, one dimension at a time, and sums over all required bytes (sums.py): how many there are, moments of their
+addresses, and a print that depends on which consumer byte goes with which producer byte. Dimensions are independent of
+one another, so sums of the whole follow from sums over each. Equal sums, destinations that are disjoint and bounds that
+hold: then each byte is covered once, from its own source.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
 from math import gcd, lcm
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,89 +18,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
-from kvferry.layout import Axis, CacheLayout, Context, Dim, Field, Heads, Layer, Refusal, offset_bytes
+from kvferry.layout import Axis, Context, Dim, Field, Layer, Refusal, offset_bytes
 from kvferry.plan.boxes import Ints
-from kvferry.topology import Share
+from kvferry.plan.sums import NOTHING, Sums, few, sums_of_copies, sums_of_point, sums_of_points
 
 if TYPE_CHECKING:
     from kvferry.plan.request import PlanBatch, TransferPlan
 
-MODULUS = 1 << 64
-
-CACHED = 1 << 15
-"""Descriptors taken at a time: their intermediate arrays stay in the processor's cache."""
-
 
 class Unproven(Refusal):
     """A plan whose proof failed: consumer is what is required, producer what is planned."""
-
-
-class Sums(NamedTuple):
-    """Over a set of (consumer address c, difference d to the producer address): its size, and sums modulo 2**64."""
-
-    size: int
-    consumer: int
-    delta: int
-    mixed: int
-
-    def times(self, other: Sums) -> Sums:
-        """The sums over all sums of one pair of this set and one of the other."""
-        return Sums(
-            self.size * other.size,
-            self.consumer * other.size + self.size * other.consumer,
-            self.delta * other.size + self.size * other.delta,
-            self.mixed * other.size
-            + self.consumer * other.delta
-            + self.delta * other.consumer
-            + self.size * other.mixed,
-        ).reduced()
-
-    def plus(self, other: Sums) -> Sums:
-        """The sums over both sets together."""
-        return Sums(*(a + b for a, b in zip(self, other, strict=True))).reduced()
-
-    def reduced(self) -> Sums:
-        return Sums(*(value % MODULUS for value in self))
-
-
-NOTHING = Sums(0, 0, 0, 0)
-
-
-def sums_of_points(consumer: Ints, producer: Ints) -> Sums:
-    delta = producer - consumer  # int64 wraps around, which is arithmetic modulo 2**64
-    return Sums(len(delta), int(consumer.sum()), int(delta.sum()), int(np.dot(consumer, delta))).reduced()
-
-
-def sums_of_point(consumer: int, producer: int) -> Sums:
-    return Sums(1, consumer, producer - consumer, consumer * (producer - consumer)).reduced()
-
-
-def sums_of_runs(consumer: Ints, producer: Ints, lengths: Ints) -> Sums:
-    """Byte by byte: a run of n bytes from c adds n * c + n * (n - 1) / 2 to the sum of consumer addresses."""
-    found = NOTHING
-    for some in _few(consumer, producer, lengths):
-        found = found.plus(_sums_of_few(*some))
-    return found
-
-
-def _few(*columns: Ints) -> Iterator[tuple[Ints, ...]]:
-    """Columns of equal length, some of their rows at a time."""
-    for at in range(0, len(columns[0]), CACHED):
-        yield tuple(column[at : at + CACHED] for column in columns)
-
-
-def _sums_of_few(consumer: Ints, producer: Ints, lengths: Ints) -> Sums:
-    n, d = lengths, producer - consumer
-    if int(n.min()) == int(n.max()):
-        return sums_of_points(consumer, producer).times(_sums_of_run(int(n[0])))
-    odd = n & 1
-    total = n * consumer + (n >> (1 - odd)) * (n - 1 >> odd)  # halves whichever of n and n - 1 is even
-    return Sums(int(n.sum()), int(total.sum()), int(np.dot(n, d)), int(np.dot(total, d))).reduced()
-
-
-def _sums_of_run(length: int) -> Sums:
-    """Of the bytes from (0, 0) on, side by side."""
-    return Sums(length, length * (length - 1) // 2, 0, 0).reduced()
 
 
 class TokenWalk(NamedTuple):
@@ -188,17 +115,23 @@ def prove(
     for batch in plan.batches:
         _prove_bounds("consumer", batch.consumer_region, region_bytes[0], batch.consumer_offsets, batch.lengths)
         _prove_bounds("producer", batch.producer_region, region_bytes[1], batch.producer_offsets, batch.lengths)
-    for region in {batch.consumer_region for batch in plan.batches}:
-        _prove_disjoint(region, [batch for batch in plan.batches if batch.consumer_region == region])
+    _prove_apart(plan.batches)
     required = _required(claims, tables, plan)
+    copies = Counter(piece.batch for piece in plan.slices)  # layers that are alike: only a hint for speed
     planned = {
-        (batch.consumer_region, batch.producer_region): sums_of_runs(
-            batch.consumer_offsets, batch.producer_offsets, batch.lengths
+        (batch.consumer_region, batch.producer_region): sums_of_copies(
+            batch.consumer_offsets, batch.producer_offsets, batch.lengths, copies[index]
         )
-        for batch in plan.batches
+        for index, batch in enumerate(plan.batches)
     }
     if required != planned:
         raise Unproven("coverage: sums by region", required, planned)
+
+
+def prove_together(plans: Sequence[TransferPlan]) -> None:
+    """Raise Unproven if plans of one request, each proven, write a byte twice: of a consumer rank, all its sources'."""
+    if sum(bool(plan.batches) for plan in plans) > 1:
+        _prove_apart([batch for plan in plans for batch in plan.batches])
 
 
 def _prove_extent(key: ClaimKey, tokens: tuple[int, int], plan: TransferPlan, window_starts: Sequence[int]) -> None:
@@ -276,10 +209,15 @@ def _sums_of_each(key: ClaimKey, consumer_ids: Ints, producer_ids: Ints, first: 
 
 
 def _prove_bounds(side: str, region: int, region_bytes: Sequence[int], offsets: Ints, lengths: Ints) -> None:
-    low = min(int(starts.min()) for (starts,) in _few(offsets))
-    high = max(int((starts + some).max()) for starts, some in _few(offsets, lengths))
+    low = min(int(starts.min()) for (starts,) in few(offsets))
+    high = max(int((starts + some).max()) for starts, some in few(offsets, lengths))
     if low < 0 or high > region_bytes[region] or int(lengths.min()) < 1:
         raise Unproven(f"bounds of {side} region {region}", (0, region_bytes[region]), (low, high))
+
+
+def _prove_apart(batches: Sequence[PlanBatch]) -> None:
+    for region in {batch.consumer_region for batch in batches}:
+        _prove_disjoint(region, [batch for batch in batches if batch.consumer_region == region])
 
 
 def _prove_disjoint(region: int, batches: Sequence[PlanBatch]) -> None:
@@ -301,57 +239,5 @@ def _joined(columns: Sequence[Ints]) -> Ints:
 
 def _ascend(starts: Ints, lengths: Ints) -> bool:
     """Whether each run ends before the next begins."""
-    runs = _few(starts[:-1], lengths[:-1], starts[1:])
+    runs = few(starts[:-1], lengths[:-1], starts[1:])
     return all((some + length <= following).all() for some, length, following in runs)
-
-
-MAX_HELD = 1 << 22
-"""Tokens after which the contexts of both sides repeat, times producers: those in use repeat within a few blocks."""
-
-
-def prove_shares(consumer: CacheLayout, shares: Sequence[tuple[Share, CacheLayout]]) -> None:
-    """Raise Unproven unless each (layer, head, token) of the consumer is in exactly one share, whose producer holds it.
-
-    shares: each with the layout of its producer rank.
-    """
-    served: dict[str, dict[int, list[Context]]] = {}
-    for share, producer in shares:
-        held = {layer.name: layer for layer in producer.layers}
-        for part in share.layers:
-            layer = held.get(part.name)
-            if layer is None or not _has(layer.heads, part.start, part.stop):
-                raise Unproven(f"layer {part.name}: heads {part.start} to {part.stop}", "share", layer and layer.heads)
-            for head in range(part.start, part.stop):
-                served.setdefault(part.name, {}).setdefault(head, []).append(layer.context)
-    known: dict[tuple[Context, ...], list[int]] = {}
-    for layer in consumer.layers:
-        required = list(range(layer.heads.start, layer.heads.start + layer.heads.count))
-        contexts = served.pop(layer.name, {})
-        if sorted(contexts) != required:
-            raise Unproven(f"layer {layer.name}: heads covered", required, sorted(contexts))
-        for head in required:
-            key = (layer.context, *contexts[head])
-            if key not in known:
-                known[key] = _times_covered(f"layer {layer.name}", *key)
-            if known[key] != [1]:
-                raise Unproven(f"layer {layer.name}, head {head}: times that a token is covered", [1], known[key])
-    if served:
-        raise Unproven("layers covered", [layer.name for layer in consumer.layers], sorted(served))
-
-
-def _has(heads: Heads, start: int, stop: int) -> bool:
-    return heads.start <= start < stop <= heads.start + heads.count
-
-
-def _times_covered(where: str, consumer: Context, *producers: Context) -> list[int]:
-    """How often the tokens of a consumer are held by the producers: each number that occurs, in order."""
-    period = lcm(consumer.period, *(context.period for context in producers if not context.is_whole))
-    if period * len(producers) > MAX_HELD:
-        most = f"at most {MAX_HELD // len(producers)} for {len(producers)} producer ranks"
-        raise Unproven(f"{where}: tokens after which contexts repeat", most, period)
-    tokens = np.arange(period, dtype=np.int64)
-    tokens = tokens[consumer.holds(tokens)]
-    times = np.zeros(len(tokens), np.int64)
-    for context in producers:
-        times += context.holds(tokens)
-    return [int(number) for number in np.unique(times)]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from kvferry.layout import Refusal
 from kvferry.plan.boxes import Digits, Ints, Runs, address, expand, merge
-from kvferry.plan.units import ALL, Lane, Placement, Selection, Unit
+from kvferry.plan.units import ALL, Cut, Lane, Placement, Selection, Unit
 
 
 class BlockTable(NamedTuple):
@@ -22,6 +22,29 @@ class BlockTable(NamedTuple):
     block_ids: Ints
 
 
+def block_tables(side: str, block_ids: Sequence[Sequence[int] | Ints]) -> list[BlockTable]:
+    """By KV cache group, what a message or a scheduler says. side: "consumer" or "producer".
+
+    Raises Refusal for what is no block id; whether a layout has that block is seen when a plan is bound.
+    """
+    return [BlockTable(_block_ids(side, group, ids)) for group, ids in enumerate(block_ids)]
+
+
+def _block_ids(side: str, group: int, ids: Sequence[int] | Ints) -> Ints:
+    found = np.asarray(ids)
+    if not found.size:
+        return np.zeros(0, np.int64)
+    if found.dtype.kind == "i" and int(found.min()) >= -1 and int(found.max()) < _MOST_BLOCKS:
+        return found.astype(np.int64, copy=False)
+    for one in found.tolist():
+        if not isinstance(one, int) or not -1 <= one < _MOST_BLOCKS:
+            raise _one_sided(f"group {group}: block id", side, f"id {one}", f"ids are from -1 to {_MOST_BLOCKS - 1}")
+    return found.astype(np.int64)
+
+
+_MOST_BLOCKS = 1 << 62
+
+
 class PlanBatch(NamedTuple):
     """Descriptors between two regions: int64 arrays of equal length; bytes, offsets from the start of the region."""
 
@@ -32,15 +55,26 @@ class PlanBatch(NamedTuple):
     lengths: Ints
 
 
+class Slice(NamedTuple):
+    """The descriptors [start, stop) of one batch: those of one placement of the pair."""
+
+    placement: int
+    batch: int
+    start: int
+    stop: int
+
+
 class TransferPlan(NamedTuple):
     """All descriptors of one request between one consumer worker and one producer worker.
 
     They go layer by layer in the consumer's order, by ascending consumer offset; layers that move as one come with
-    the first of them. num_bytes counts what moves, required_bytes what holds required tokens (opaque tiles whole).
+    the first of them. slices: which are whose, for placements that have any, in that order. num_bytes counts what
+    moves, required_bytes what holds required tokens (opaque tiles whole).
     stops: for each unit of the pair, the token where the last chunk was cut (see Unit.last_stop). starts: the first.
     """
 
     batches: tuple[PlanBatch, ...]
+    slices: tuple[Slice, ...]
     num_bytes: int
     required_bytes: int
     stops: tuple[int, ...]
@@ -49,6 +83,25 @@ class TransferPlan(NamedTuple):
     @property
     def num_descriptors(self) -> int:
         return sum(len(batch.lengths) for batch in self.batches)
+
+    def of(self, placements: Container[int]) -> tuple[PlanBatch, ...]:
+        """The descriptors of some placements of the pair; their arrays are views of this plan's where they can be."""
+        wanted: dict[int, list[slice]] = {}
+        for placement, batch, start, stop in self.slices:
+            if placement in placements:
+                spans = wanted.setdefault(batch, [])
+                if spans and spans[-1].stop == start:
+                    start = spans.pop().start
+                spans.append(slice(start, stop))
+        return tuple(_part(self.batches[batch], spans) for batch, spans in wanted.items())
+
+
+def _part(batch: PlanBatch, spans: Sequence[slice]) -> PlanBatch:
+    columns = (batch.consumer_offsets, batch.producer_offsets, batch.lengths)
+    if len(spans) == 1:
+        return PlanBatch(batch.consumer_region, batch.producer_region, *(column[spans[0]] for column in columns))
+    parts = (np.concatenate([column[span] for span in spans]) for column in columns)
+    return PlanBatch(batch.consumer_region, batch.producer_region, *parts)
 
 
 class Group(NamedTuple):
@@ -60,6 +113,14 @@ class Group(NamedTuple):
     producer_block_size: int
     consumer_num_blocks: int
     producer_num_blocks: int
+
+
+def check_reach(group: Group, consumer_ids: Ints, end_token: int) -> None:
+    """Raises Refusal unless the consumer's table goes as far as the tokens, before anything is made of their number."""
+    needed = -(-end_token // group.consumer_block_size)
+    if needed > len(consumer_ids):
+        where = f"group {group.number}: length of the block table"
+        raise _one_sided(where, "consumer", f"{len(consumer_ids)} blocks", f"{needed} needed")
 
 
 class Chunks(NamedTuple):
@@ -106,13 +167,12 @@ def match(
     given, producer_positions = np.divmod(numbers, group.producer_block_size // chunk)
     _check_length(group, "producer", given, producer_ids)
     consumer, producer = consumer_ids[wanted], producer_ids[given]
-    _check_ids(group, "consumer", consumer, group.consumer_num_blocks)
+    check_destinations(group.number, _of_entries(wanted, consumer), group.consumer_num_blocks)
     missing = np.flatnonzero(producer == -1)
     if len(missing):
         token = int(numbers[missing[0]]) * chunk
         raise Refusal(f"group {group.number}: block of token {token}", int(consumer[missing[0]]), "none")
-    _check_ids(group, "producer", producer, group.producer_num_blocks)
-    _check_once(group, wanted, consumer)
+    _check_ids(group.number, "producer", producer, group.producer_num_blocks)
     return Chunks(numbers, consumer, consumer_positions, producer, producer_positions)
 
 
@@ -122,10 +182,19 @@ def _check_length(group: Group, side: str, entries: Ints, block_ids: Ints) -> No
         raise _one_sided(f"group {group.number}: length of the block table", side, have, need)
 
 
-def _check_ids(group: Group, side: str, block_ids: Ints, num_blocks: int) -> None:
+def _check_ids(group: int, side: str, block_ids: Ints, num_blocks: int) -> None:
     bad = block_ids[(block_ids < 0) | (block_ids >= num_blocks)]
     if len(bad):
-        raise _one_sided(f"group {group.number}: block id", side, f"id {int(bad[0])}", f"num_blocks {num_blocks}")
+        raise _one_sided(f"group {group}: block id", side, f"id {int(bad[0])}", f"num_blocks {num_blocks}")
+
+
+def check_destinations(group: int, block_ids: Ints, num_blocks: int) -> None:
+    """Raises Refusal for a block that the consumer does not have, or that is named twice."""
+    _check_ids(group, "consumer", block_ids, num_blocks)
+    ids, counts = np.unique(block_ids, return_counts=True)
+    if len(ids) and int(counts.max()) > 1:
+        twice = int(ids[counts > 1][0])
+        raise Refusal(f"group {group}: destination block {twice}", "named twice", "nothing to do with it")
 
 
 def _one_sided(field: str, side: str, have: str, limit: str) -> Refusal:
@@ -133,14 +202,11 @@ def _one_sided(field: str, side: str, have: str, limit: str) -> Refusal:
     return Refusal(field, text, "nothing to do with it") if side == "consumer" else Refusal(field, "asked for it", text)
 
 
-def _check_once(group: Group, entries: Ints, block_ids: Ints) -> None:
-    """Chunks of one table entry share its block; two entries must not."""
+def _of_entries(entries: Ints, block_ids: Ints) -> Ints:
+    """The blocks of table entries, each once: chunks of one entry share its block."""
     first_of_entry = np.ones(len(entries), np.bool_)
     first_of_entry[1:] = entries[1:] != entries[:-1]
-    ids, counts = np.unique(block_ids[first_of_entry], return_counts=True)
-    if len(ids) and int(counts.max()) > 1:
-        twice = int(ids[counts > 1][0])
-        raise Refusal(f"group {group.number}: destination block {twice}", "named twice", "nothing to do with it")
+    return block_ids[first_of_entry]
 
 
 def spans(unit: Unit, chunks: Chunks, first_token: int, end_token: int) -> Iterator[Span]:
@@ -162,6 +228,33 @@ def spans(unit: Unit, chunks: Chunks, first_token: int, end_token: int) -> Itera
         yield Span(whole_to, count, 0, stop)
 
 
+class Move(NamedTuple):
+    """Chunks that move alike, up to the token `stop` of each."""
+
+    span: Span
+    stop: int
+    cut: Cut
+
+    @property
+    def num_boxes(self) -> int:
+        return sum(len(boxes) for boxes in self.cut.values())
+
+    @property
+    def num_runs(self) -> int:
+        """Descriptors, before neighbours become one."""
+        runs = sum(box.num_runs for boxes in self.cut.values() for box in boxes)
+        return (self.span.end - self.span.begin) * runs
+
+
+def moves(unit: Unit, chunks: Chunks, first_token: int, end_token: int) -> list[Move]:
+    """What a unit moves of the tokens [first_token, end_token)."""
+    found = []
+    for span in spans(unit, chunks, first_token, end_token):
+        stop = unit.last_stop(span.start, span.stop)
+        found.append(Move(span, stop, unit.cut(span.start, stop)))
+    return found
+
+
 class UnitRuns(NamedTuple):
     """What a unit moves for one request, relative to a placement's bases; stop as in TransferPlan.stops."""
 
@@ -170,16 +263,15 @@ class UnitRuns(NamedTuple):
     stop: int
 
 
-def bind_unit(unit: Unit, chunks: Chunks, first_token: int, end_token: int) -> UnitRuns:
+def bind_unit(unit: Unit, chunks: Chunks, found: Sequence[Move], end_token: int) -> UnitRuns:
     parts: list[Runs] = []
     required, end = 0, end_token
     starts: dict[Lane, tuple[Ints, Ints]] = {}
-    for span in spans(unit, chunks, first_token, end_token):
+    for span, stop, cut in found:
         required += (span.end - span.begin) * unit.num_bytes(span.start, span.stop)
-        stop = unit.last_stop(span.start, span.stop)
         if stop > span.stop:
             end = int(chunks.numbers[span.begin]) * unit.chunk_tokens + stop
-        for lane, boxes in unit.cut(span.start, stop).items():
+        for lane, boxes in cut.items():
             if lane not in starts:
                 starts[lane] = _starts(lane, chunks)
             consumer, producer = (side[span.begin : span.end] for side in starts[lane])
@@ -199,15 +291,22 @@ def _start(block_ids: Ints, block_stride: int, positions: Ints, inside: Digits) 
     return block_ids * block_stride + address(inside, positions) if inside else block_ids * block_stride
 
 
-def place(placements: Sequence[Placement], runs: Sequence[Runs]) -> tuple[PlanBatch, ...]:
-    """The descriptors of all placements, by pair of regions; runs[i] are those of unit i."""
+def place(placements: Sequence[Placement], runs: Sequence[Runs]) -> tuple[tuple[PlanBatch, ...], tuple[Slice, ...]]:
+    """The descriptors of all placements, by pair of regions, and which are whose; runs[i] are those of unit i."""
     batches: dict[tuple[int, int], list[Runs]] = {}
-    for placement in placements:
+    filled: dict[tuple[int, int], int] = {}
+    slices: list[Slice] = []
+    for index, placement in enumerate(placements):
         c, p, n = runs[placement.unit]
         if len(n):
-            at = batches.setdefault((placement.consumer_region, placement.producer_region), [])
+            regions = (placement.consumer_region, placement.producer_region)
+            at = batches.setdefault(regions, [])
             at.append(Runs(c + placement.consumer_base, p + placement.producer_base, n))
-    return tuple(
+            start = filled.get(regions, 0)
+            filled[regions] = start + len(n)
+            slices.append(Slice(index, list(batches).index(regions), start, start + len(n)))
+    joined = tuple(
         PlanBatch(*regions, *(np.concatenate(column) for column in zip(*parts, strict=True)))
         for regions, parts in batches.items()
     )
+    return joined, tuple(slices)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from kvferry.layout import Context, Field, Refusal
 from kvferry.plan.boxes import Box, Digit, Digits, Ints, above, below, digits, held, join, pair, refine, times
+from kvferry.plan.limits import check_boxes
 
 
 class Lane(NamedTuple):
@@ -75,6 +76,7 @@ def pair_fields(
     each side's shard."""
     heads = pair(digits(consumer.axes, "head"), digits(producer.axes, "head"), consumer_head, producer_head, num_heads)
     content = pair(digits(consumer.axes, "content"), digits(producer.axes, "content"), 0, 0, consumer.content_bytes)
+    check_boxes(len(heads) * len(content))
     rest = times(heads, content)
     return FieldPair(
         consumer.block_stride_bytes,
@@ -179,12 +181,23 @@ class Unit:
         lanes: dict[Lane, list[Box]] = {}
         for one in self.fields:
             tokens = one.cut(self.chunk_tokens, start, stop)
+            check_boxes(len(tokens) * len(one.rest))
             lanes.setdefault(one.lane(self.chunk_tokens), []).extend(times(tokens, one.rest))
         return {lane: join(boxes) for lane, boxes in lanes.items()}
 
     def num_runs(self, start: int, stop: int) -> int:
         """Descriptors of the tokens [start, stop) of one chunk."""
         return sum(box.num_runs for boxes in self.cut(start, stop).values() for box in boxes)
+
+    def num_runs_of(self, num_tokens: int) -> int:
+        """Descriptors of so many tokens from the start of a chunk, or of a tile that is longer."""
+        whole = -(-num_tokens // self.chunk_tokens)
+        return whole * self.num_runs(0, min(num_tokens, self.chunk_tokens))
+
+    @property
+    def run_bytes(self) -> int:
+        """The shortest run of a whole chunk."""
+        return min((box.run_bytes for boxes in self.cut(0, self.chunk_tokens).values() for box in boxes), default=0)
 
     def num_bytes(self, start: int, stop: int) -> int:
         """Bytes of the tokens [start, stop) of one chunk, tiles whole."""

@@ -9,16 +9,16 @@ read look earlier than it was.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-from kvferry.protocol.messages import Message, Outcome, TransferRef, shorten
+from kvferry.protocol.messages import Landing, Message, Outcome, RemoteBlocks, TransferRef, shorten
 
 Route: TypeAlias = Any
 """Where a message came from, and where its answer goes: hashable, else opaque to the protocol, which hands it back."""
 
-FreeOutcome = Literal["released", "expired", "lapsed", "voided"]
+FreeOutcome = Literal["released", "expired", "lapsed", "voided", "failed"]
 """Why a hold ended. released: every claim was; expired: nobody ever claimed; lapsed: some claim's lease ran out;
-voided: the engine dropped it before anyone had claimed."""
+voided: the engine dropped it before anyone had claimed; failed: its request ended before its prompt was computed."""
 
 
 # Events of every machine
@@ -41,11 +41,26 @@ class Tick:
 
 
 @dataclass(frozen=True)
-class Held:
-    """The ledger holds the blocks of `ref`; consumers may claim them.
+class Promised:
+    """A request came whose KV will be `ref`, once it is computed; consumers may claim it and have it written.
 
-    num_tokens: tokens offered; digest: of the prompt over them; blocks_digest: of the block ids offered;
-    topology_digest: of the topology that the engine's record announces.
+    num_tokens: how many will be offered; digest: of the prompt over them; topology_digest: of the topology that the
+    engine's record announces. routers_id: the name that a router gave the transfer, "" for none.
+    """
+
+    ref: TransferRef
+    num_tokens: int
+    digest: bytes
+    topology_digest: bytes
+    routers_id: str = ""
+
+
+@dataclass(frozen=True)
+class Held:
+    """The ledger holds the blocks of `ref`, promised or not; consumers may claim them.
+
+    num_tokens, digest, topology_digest: as in Promised, and equal to what was promised. blocks_digest: of the block
+    ids offered; block_ids: they themselves, by KV cache group.
     """
 
     ref: TransferRef
@@ -53,6 +68,16 @@ class Held:
     digest: bytes
     blocks_digest: bytes
     topology_digest: bytes
+    block_ids: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """The request of a promise has ended, and its prompt will not be offered. The ledger holds the blocks that it had
+    until FreeHold."""
+
+    ref: TransferRef
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -106,11 +131,24 @@ class PeerLost:
 
 
 @dataclass(frozen=True)
+class Order:
+    """What a consumer rank tells its writers: see RemoteBlocks. address, key_id: of its own engine's rendezvous."""
+
+    address: str
+    key_id: str
+    first_token: int
+    end_token: int
+    window_starts: tuple[int, ...]
+    block_ids: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
 class Load:
-    """One attempt of one rank to read its part of a transfer.
+    """One attempt of one rank to get its part of a transfer.
 
     load_id: unique per attempt. address: the producer's rendezvous. num_tokens, digest, blocks_digest: as in
-    Claim. refused: "" or the reason why this load must fail at once.
+    Claim. refused: "" or the reason why this load must fail at once. order: the producer writes; None: this rank
+    reads. may_read: the producer's blocks are known, so that this rank can read where the producer can't write.
     """
 
     load_id: str
@@ -121,6 +159,8 @@ class Load:
     digest: bytes
     blocks_digest: bytes
     refused: str = ""
+    order: Order | None = None
+    may_read: bool = True
 
 
 @dataclass(frozen=True)
@@ -128,13 +168,24 @@ class Start:
     load: Load
 
 
+class SourceRank(NamedTuple):
+    """A producer rank that feeds this one. address: of its control socket."""
+
+    rank: int
+    address: str
+
+
 @dataclass(frozen=True)
 class PeerReady:
-    """The handshake with the engine at `address` is done; plans can be made and reads posted."""
+    """The handshake with the engine at `address` is done; plans can be made and transfers posted.
+
+    sources: where the peer is a producer, its ranks that feed this one.
+    """
 
     address: str
     incarnation: str
     topology_digest: bytes
+    sources: tuple[SourceRank, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -174,11 +225,55 @@ class ReadsQuiet:
 
 
 @dataclass(frozen=True)
+class WriterLost:
+    """The connection to the producer rank at `address` is gone; what it has posted may still land."""
+
+    address: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class WriterGone:
+    """The process at `address` is proven gone, or the transport has fenced it: nothing of it can land any more."""
+
+    address: str
+
+
+@dataclass(frozen=True)
 class Cancel:
     """The engine has no more use for the load."""
 
     load_id: str
     reason: str
+
+
+# Events of a producer rank's writer
+
+
+@dataclass(frozen=True)
+class WritesDone:
+    """Every write of the landing was queued and seen finished. The counts are of what was really written."""
+
+    landing: Landing
+    num_bytes: int
+    num_descriptors: int
+    transport: str
+
+
+@dataclass(frozen=True)
+class WritesFailed:
+    """Some write of the landing failed, or could not be posted; others may still land. unable: see Failed."""
+
+    landing: Landing
+    reason: str
+    unable: bool = False
+
+
+@dataclass(frozen=True)
+class WritesQuiet:
+    """Nothing of the landing can land any more. Comes once, after WritesFailed or AbandonWrites."""
+
+    landing: Landing
 
 
 # Actions of every machine
@@ -264,3 +359,25 @@ class Quieted:
     """After a Report that was not quiet: now it is. Once."""
 
     load_id: str
+
+
+# Actions of a producer rank's writer
+
+
+@dataclass(frozen=True)
+class BeginWrites:
+    """Write what the order asks for, as it is computed; answer WritesDone, or WritesFailed and WritesQuiet.
+
+    transfer_id, block_ids: as in WriteOpened.
+    """
+
+    order: RemoteBlocks
+    transfer_id: str
+    block_ids: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class AbandonWrites:
+    """Post nothing more, cancel what can be cancelled; answer WritesQuiet (or WritesDone) when nothing can land."""
+
+    landing: Landing

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
 
-from kvferry.protocol.events import Held
+from kvferry.protocol.events import Held, Promised, Route
 from kvferry.protocol.fanin import ReleaseSet
+from kvferry.protocol.landings import Landings
 from kvferry.protocol.lease import Leases
 from kvferry.protocol.messages import RefusedReason
 from kvferry.protocol.transitions import Table
@@ -35,6 +36,7 @@ class HoldState(Enum):
     LAPSED = "lapsed"
     EXPIRED = "expired"
     VOIDED = "voided"
+    FAILED = "failed"
 
 
 class HoldTrigger(Enum):
@@ -44,6 +46,7 @@ class HoldTrigger(Enum):
     TIMEOUT = "nobody claimed it within first_hold_s"
     VOID = "void or closing"
     DISOWN = "its last claim is disowned"
+    FAIL = "its request ended before its prompt was computed"
 
 
 HOLDS = Table(
@@ -57,6 +60,8 @@ HOLDS = Table(
         (HoldState.CLAIMED, HoldTrigger.DISOWN): HoldState.UNCLAIMED,
         (HoldState.CLAIMED, HoldTrigger.ALL_RELEASED): HoldState.RELEASED,
         (HoldState.CLAIMED, HoldTrigger.ALL_OVER): HoldState.LAPSED,
+        (HoldState.UNCLAIMED, HoldTrigger.FAIL): HoldState.FAILED,
+        (HoldState.CLAIMED, HoldTrigger.FAIL): HoldState.FAILED,
     },
 )
 
@@ -105,10 +110,13 @@ class ClaimRecord:
 
 
 class Hold:
-    """Blocks that the ledger holds, with every claim on them that was ever seen.
+    """Blocks that the ledger holds or that are promised, with every claim on them that was ever seen.
 
+    offer: Promised while the prompt is not computed. routers_id: see there. failed: why the prompt never will be
+    computed; "" if it is, or may be. landings: of ranks of this engine that may be writing.
     disowned: why, by id of a claim whose reader wanted something else; it neither keeps nor ends the hold.
     disowned_end: until then a rank of such a claim may trust a lease that it was granted.
+    plain_ranks: by route, who said a PlainRelease.
     """
 
     __slots__ = (
@@ -116,23 +124,44 @@ class Hold:
         "claims",
         "disowned",
         "disowned_end",
+        "failed",
         "first_end",
         "held_at",
+        "landings",
         "longest_end",
         "offer",
+        "plain_ranks",
+        "routers_id",
         "state",
     )
 
-    def __init__(self, offer: Held, leases: Leases, now: float) -> None:
+    def __init__(self, offer: Held | Promised, leases: Leases, now: float) -> None:
         self.offer = offer
+        self.routers_id = offer.routers_id if isinstance(offer, Promised) else ""
+        self.failed = ""
+        self.plain_ranks: dict[Route, int] = {}
+        self.landings = Landings(leases)
         self.state = HOLDS.start
         self.claims: dict[str, ClaimRecord] = {}
         self.disowned: dict[str, No] = {}
         self.disowned_end = -math.inf
         self.held_at = now
-        self.first_end = now + leases.first_hold_s
-        self.longest_end = now + leases.longest_hold_s
+        self.first_end = self.longest_end = math.inf
         self._leases = leases
+        if isinstance(offer, Held):
+            self.keep(offer, now)
+
+    @property
+    def is_live(self) -> bool:
+        """Its request runs: nothing is held yet, and what is computed may be written."""
+        return isinstance(self.offer, Promised) and not self.failed
+
+    def keep(self, offer: Held, now: float) -> None:
+        """The prompt is computed, and the ledger holds its blocks."""
+        self.offer = offer
+        self.held_at = now
+        self.first_end = now + self._leases.first_hold_s
+        self.longest_end = now + self._leases.longest_hold_s
 
     def open_claim(self, claim_id: str, num_ranks: int) -> ClaimRecord:
         self.state = HOLDS.next(self.state, HoldTrigger.CLAIM)
@@ -140,7 +169,8 @@ class Hold:
         return record
 
     def disown(self, claim_id: str, no: No) -> None:
-        """The claim's reader was refused for what it wants: forget its claim, and answer it with `no` from now on."""
+        """The claim's reader was refused for what it wants: forget its claim, and answer it with `no` from now on.
+        What is being written for it must stop."""
         record = self.claims.pop(claim_id, None)
         if record is not None:
             if record.is_open:
@@ -165,14 +195,19 @@ class Hold:
         return news
 
     def lapse(self, now: float) -> list[str]:
-        """End the claims whose lease has run out; returns their ids."""
+        """End the claims whose lease has run out; returns their ids. What is being written for them must stop."""
         lapsed = [name for name, record in self.claims.items() if record.is_open and record.lease_end <= now]
         for name in lapsed:
             self.claims[name].state = CLAIMS.next(self.claims[name].state, ClaimTrigger.TIMEOUT)
+            self.landings.stop("lapsed: the claim's lease ran out", now, name)
         return lapsed
 
     def verdict(self, now: float) -> HoldTrigger | None:
-        """What ends the hold now, if anything."""
+        """What ends the hold now, if anything; not before each of its landings is closed."""
+        if self.failed:
+            return HoldTrigger.FAIL
+        if self.is_live:
+            return None
         if now < self.disowned_end:
             return None
         if not self.claims:
@@ -184,14 +219,16 @@ class Hold:
 
     @property
     def deadline(self) -> float:
-        """When `lapse` or `verdict` may have something new to say."""
+        """When `lapse`, `verdict` or `landings.due` may have something new to say."""
+        claims_end = min((record.lease_end for record in self.claims.values() if record.is_open), default=math.inf)
+        if self.is_live or len(self.landings):
+            return min(claims_end, self.landings.deadline)
         if not self.claims:
             return max(self.first_end, self.disowned_end)
-        open_until = (record.lease_end for record in self.claims.values() if record.is_open)
-        return min(open_until, default=self.disowned_end)
+        return claims_end if claims_end < math.inf else self.disowned_end
 
     def may_be_voided(self, now: float) -> bool:
-        return not self.claims and self.disowned_end <= now
+        return not (self.claims or self.is_live or len(self.landings)) and self.disowned_end <= now
 
     def released_claims(self) -> frozenset[str]:
         return frozenset(name for name, record in self.claims.items() if record.state is ClaimState.RELEASED)

@@ -15,7 +15,8 @@ class Leases(msgspec.Struct, frozen=True, kw_only=True):
     first_hold_s: a hold that nobody has claimed. lease_s: a claim without news. renew_s: between renewals.
     claim_reply_s: before a claim or a release without answer is sent again. parking_s: a message for a transfer
     that the producer does not know yet. handshake_s: from Connect to PeerReady. longest_hold_s: any hold,
-    whatever is renewed. load_s: a load from start to report. margin: the part of a lease that a consumer does
+    whatever is renewed. load_s: a load from start to report; write_s: the same where the producer writes, which may
+    have to compute first. margin: the part of a lease that a consumer does
     not use, against clocks of different speed. max_parked: parked messages. max_claims: of one hold.
     max_remembered: ended holds that are still told apart from unknown ones. release_tries: sends of a release.
     """
@@ -28,6 +29,7 @@ class Leases(msgspec.Struct, frozen=True, kw_only=True):
     handshake_s: float = 15.0
     longest_hold_s: float = 600.0
     load_s: float = 60.0
+    write_s: float = 300.0
     margin: float = 0.1
     max_parked: int = 1024
     max_claims: int = 256
@@ -47,6 +49,7 @@ class Leases(msgspec.Struct, frozen=True, kw_only=True):
         self._check_order("first_hold_s", "longest_hold_s")
         self._check_order("lease_s", "longest_hold_s")
         self._check_order("claim_reply_s", "load_s")
+        self._check_order("claim_reply_s", "write_s")
         if 2 * self.renew_s > self.lease_s:
             raise ValueError(f"renew_s is {self.renew_s!r}, must be at most half of lease_s, which is {self.lease_s!r}")
 

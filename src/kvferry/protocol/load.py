@@ -15,15 +15,20 @@ class LoadState(Enum):
     CONNECTING = "connecting"
     READING = "reading"
     PROVING = "proving"
+    LANDING = "landing"
+    SETTLING = "settling"
     DRAINING = "draining"
     OVER = "over"
 
 
 class LoadTrigger(Enum):
     READY = "the peer is ready"
+    ORDER = "the peer is ready, and shall write"
+    LANDED = "every writer is done"
+    UNABLE = "a writer can't write here"
     DONE = "reads done"
     FAILED = "reads failed"
-    QUIET = "reads quiet"
+    QUIET = "reads or writes quiet"
     PROVEN = "a grant proves the bytes"
     GIVE_UP = "refused, cancelled, peer lost or too late"
 
@@ -33,7 +38,13 @@ LOADS = Table(
     LoadState.CONNECTING,
     {
         (LoadState.CONNECTING, LoadTrigger.READY): LoadState.READING,
+        (LoadState.CONNECTING, LoadTrigger.ORDER): LoadState.LANDING,
         (LoadState.CONNECTING, LoadTrigger.GIVE_UP): LoadState.OVER,
+        (LoadState.LANDING, LoadTrigger.LANDED): LoadState.OVER,
+        (LoadState.LANDING, LoadTrigger.UNABLE): LoadState.SETTLING,
+        (LoadState.LANDING, LoadTrigger.GIVE_UP): LoadState.DRAINING,
+        (LoadState.SETTLING, LoadTrigger.QUIET): LoadState.READING,
+        (LoadState.SETTLING, LoadTrigger.GIVE_UP): LoadState.DRAINING,
         (LoadState.READING, LoadTrigger.DONE): LoadState.PROVING,
         (LoadState.READING, LoadTrigger.FAILED): LoadState.DRAINING,
         (LoadState.READING, LoadTrigger.GIVE_UP): LoadState.DRAINING,
@@ -60,17 +71,41 @@ class Granted(NamedTuple):
 
 
 @dataclass
+class Writers:
+    """The producer ranks that write a load. addresses: of their control sockets, by rank.
+
+    waiting: those that have not said that they are done. unquiet: those of which something may still land.
+    cancels: how often the unquiet ones were told to stop.
+    """
+
+    addresses: dict[int, str]
+    waiting: set[int]
+    unquiet: set[int]
+    cancels: int = 0
+
+
+@dataclass
 class Job:
-    """A load under way. deadline, ask_again_at, done_at: on the machine's clock; done_at: the reads' end was seen."""
+    """A load under way. deadline, ask_again_at, done_at: on the machine's clock; done_at: the reads' end was seen.
+
+    topology_digest, incarnation: of the producer that it goes by, once it has begun. writers: None where this rank
+    reads.
+    """
 
     load: Load
     deadline: float
     state: LoadState = LOADS.start
     topology_digest: bytes = b""
+    incarnation: str = ""
     asked: dict[int, Asked] = field(default_factory=dict)  # by seq
     ask_again_at: float = 0.0
     granted: Granted | None = None
     done_at: float | None = None
+    writers: Writers | None = None
+
+    @property
+    def has_unquiet_writers(self) -> bool:
+        return self.writers is not None and bool(self.writers.unquiet)
 
     @property
     def waits_for_grant(self) -> bool:
@@ -81,10 +116,16 @@ class Job:
         return self.state is LoadState.DRAINING
 
     @property
+    def asks_again(self) -> bool:
+        """Whether something must be sent again at `ask_again_at`."""
+        if self.state in (LoadState.SETTLING, LoadState.DRAINING):
+            return self.has_unquiet_writers
+        return self.waits_for_grant or self.state is LoadState.LANDING
+
+    @property
     def next_deadline(self) -> float | None:
-        if self.is_reported:
-            return None
-        return min(self.deadline, self.ask_again_at) if self.waits_for_grant else self.deadline
+        times = ([] if self.is_reported else [self.deadline]) + ([self.ask_again_at] if self.asks_again else [])
+        return min(times, default=None)
 
     def is_proven(self, leases: Leases) -> bool:
         """Whether a grant tells that the transfer was still held when the last read was done.

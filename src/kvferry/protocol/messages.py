@@ -10,10 +10,21 @@ Who talks to whom:
   consumer engine  -> producer rendezvous   Renew, Release                 answers: Renewed, Released
   consumer worker  -> producer worker       Nudge                          no answer
   consumer worker  -> its own rendezvous    Quiesced                       answer: QuiescedAck
+
+  older consumers  -> producer rendezvous   PlainRelease                   no answer
+
+and where the producer writes:
+
+  consumer worker  -> producer worker       RemoteBlocks, CancelWrite      answers: WriteDone, Failed
+  producer worker  -> consumer rendezvous   Hello                          answer: Record
+  producer worker  -> its own rendezvous    OpenWrite, CloseWrite          answers: WriteOpened, Refused, WriteClosed
+  producer rendezvous -> its own worker     StopWrite                      answer: CloseWrite
+  producer worker  -> consumer worker       Nudge                          no answer
 """
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, TypeAlias
 
 import msgspec
@@ -28,6 +39,8 @@ MAX_TEXT_CHARS = 500
 MAX_DIGEST_BYTES = 64
 MAX_ENTRIES = 4096
 """Of a renewal or its answer; also ranks of a release."""
+MAX_BLOCKS = 1 << 20
+"""Of one request in one KV cache group."""
 MAX_LEASE_S = 86_400.0
 
 Id: TypeAlias = Annotated[str, Meta(max_length=MAX_ID_CHARS)]
@@ -52,6 +65,9 @@ class TransferRef(msgspec.Struct, frozen=True):
 
     producer: engine id; incarnation: fresh for each start of that engine; transfer_id: 128 random bits, 32 hex
     digits; generation: which holding is meant, so that an id used again is not the old transfer.
+
+    A router that sends both legs at once names the transfer itself, before any engine knows it: then producer and
+    incarnation are empty, the generation is 0, and transfer_id is the router's.
     """
 
     producer: Id
@@ -59,9 +75,16 @@ class TransferRef(msgspec.Struct, frozen=True):
     transfer_id: Id
     generation: Count
 
+    @property
+    def is_routers(self) -> bool:
+        return not self.producer
+
 
 class Hello(_Message, frozen=True, tag="hello"):
-    """A worker asks an engine for its record (topology and every worker's layout and transports)."""
+    """A worker asks an engine for its record (topology and every worker's layout and transports).
+
+    engine_id: "" asks whoever serves the address. incarnation: of the worker that asks.
+    """
 
     version: Count
     engine_id: Id
@@ -122,11 +145,12 @@ RefusedReason = Literal[
     "version",
     "busy",
     "ended",
+    "failed",
 ]
 
 
 class Refused(_Message, frozen=True, tag="refused"):
-    """A Hello or Claim is refused: for good, unless "busy". claim_id is empty when a Hello is refused."""
+    """A Hello, Claim or OpenWrite is refused: for good, unless "busy". claim_id is empty when a Hello is refused."""
 
     claim_id: Id
     rank: Count
@@ -188,6 +212,17 @@ class Release(_Message, frozen=True, tag="release"):
     reason: Text
 
 
+class PlainRelease(_Message, frozen=True, tag="plain_release"):
+    """As consumers of vLLM's MoRIIO connector say it: a transfer's name and nothing of the rank that speaks.
+
+    On the wire it is the bare name, or a "release" map with `transfer_id` and perhaps `consumer_tp_size`: how many
+    ranks will say it.
+    """
+
+    transfer_id: Id
+    consumer_tp_size: Annotated[int, Meta(ge=1, le=2**16)] = 1
+
+
 class Released(_Message, frozen=True, tag="released"):
     claim_id: Id
     seq: Count
@@ -214,10 +249,163 @@ class QuiescedAck(_Message, frozen=True, tag="quiesced_ack"):
     seq: Count
 
 
+class Landing(msgspec.Struct, frozen=True):
+    """Names what one producer rank writes for one attempt of one consumer rank to get its part of a transfer.
+
+    load_id: of the attempt. rank: the consumer's; producer_rank: the writer's.
+    """
+
+    claim_id: Id
+    load_id: Id
+    rank: Count
+    producer_rank: Count
+
+
+BlockId: TypeAlias = Annotated[int, Meta(ge=-1, lt=2**31)]
+BlockIds: TypeAlias = Annotated[tuple[BlockId, ...], Meta(max_length=MAX_BLOCKS)]
+BlockTables: TypeAlias = Annotated[tuple[BlockIds, ...], Meta(max_length=MAX_ENTRIES)]
+
+
+class RemoteBlocks(_Message, frozen=True, tag="remote_blocks"):
+    """A consumer rank asks a producer rank to write a transfer into its blocks, once they are its own. Sent again
+    while the answer is out; it changes nothing then.
+
+    incarnation, engine_id, address, key_id: of the consumer's engine and its rendezvous. producer_incarnation: of the
+    engine whose record the consumer goes by; topology_digest: of that record. num_ranks: of the consumer's engine.
+    num_tokens, digest: as in Claim. [first_token, end_token): what is missing; window_starts: per KV cache group, the
+    first token that is still looked at (empty: all are). block_ids: the consumer's, per group, by token position; -1
+    where nothing is to be written.
+    """
+
+    landing: Landing
+    ref: TransferRef
+    producer_incarnation: Id
+    engine_id: Id
+    incarnation: Id
+    address: Text
+    key_id: Id
+    num_ranks: Count
+    num_tokens: Count
+    digest: Digest
+    topology_digest: Digest
+    first_token: Count
+    end_token: Count
+    window_starts: Annotated[tuple[Count, ...], Meta(max_length=MAX_ENTRIES)]
+    block_ids: BlockTables
+
+
+class WriteDone(_Message, frozen=True, tag="write_done"):
+    """Everything that the landing asked of this producer rank has been written, and seen finished; nothing more will
+    land. The counts are of what was really written."""
+
+    landing: Landing
+    num_bytes: Count
+    num_descriptors: Count
+    transport: Id
+
+
+class Failed(_Message, frozen=True, tag="failed"):
+    """The landing will not be written. quiet: nothing of it can land any more; else a second one says so later.
+
+    unable: this rank can't write to that one at all, and has not begun; it may be read from all the same.
+    """
+
+    landing: Landing
+    reason: Text
+    quiet: bool
+    unable: bool = False
+
+
+class CancelWrite(_Message, frozen=True, tag="cancel"):
+    """The consumer has no more use for the landing. Answered by Failed once nothing of it can land any more."""
+
+    landing: Landing
+    ref: TransferRef
+    producer_incarnation: Id
+    num_ranks: Count
+
+
+class OpenWrite(_Message, frozen=True, tag="open_write"):
+    """A producer rank asks its own engine whether it may write, which counts as the consumer rank's claim.
+
+    From the answer until CloseWrite the engine gives none of the transfer's blocks back. home: what only the engine's
+    own workers know of it, since no other process may speak for them.
+    """
+
+    landing: Landing
+    ref: TransferRef
+    engine_id: Id
+    num_ranks: Count
+    seq: Count
+    num_tokens: Count
+    digest: Digest
+    topology_digest: Digest
+    home: Id = ""
+
+
+class WriteOpened(_Message, frozen=True, tag="write_opened"):
+    """block_ids: the producer's, per KV cache group, when the prompt is computed and held; empty while it is not: then
+    the steps of the engine tell what there is to write. transfer_id: under which they tell it."""
+
+    landing: Landing
+    seq: Count
+    transfer_id: Id
+    block_ids: BlockTables
+
+
+class StopWrite(_Message, frozen=True, tag="stop_write"):
+    """The claim or the transfer is over: post nothing more, and close when nothing can land any more."""
+
+    landing: Landing
+    reason: Text
+
+
+class CloseWrite(_Message, frozen=True, tag="close_write"):
+    """No operation of this landing can happen any more; it is never opened again. home: as in OpenWrite."""
+
+    landing: Landing
+    seq: Count
+    home: Id = ""
+
+
+class WriteClosed(_Message, frozen=True, tag="write_closed"):
+    landing: Landing
+    seq: Count
+
+
 Message: TypeAlias = (
-    Hello | Record | Claim | Grant | Refused | Renew | Renewed | Release | Released | Nudge | Quiesced | QuiescedAck
+    Hello
+    | Record
+    | Claim
+    | Grant
+    | Refused
+    | Renew
+    | Renewed
+    | Release
+    | PlainRelease
+    | Released
+    | Nudge
+    | Quiesced
+    | QuiescedAck
+    | RemoteBlocks
+    | WriteDone
+    | Failed
+    | CancelWrite
+    | OpenWrite
+    | WriteOpened
+    | StopWrite
+    | CloseWrite
+    | WriteClosed
 )
 
+
+class _MoriioRelease(msgspec.Struct, tag_field="type", tag="release"):
+    transfer_id: Id
+    consumer_tp_size: Annotated[int, Meta(ge=1, le=2**16)] = 1
+
+
+_NAME = re.compile(rb"[!-~]{8,%d}" % MAX_ID_CHARS)
+_moriio_decoder = msgspec.msgpack.Decoder(_MoriioRelease)
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
 
@@ -239,4 +427,18 @@ def decode(frame: bytes) -> Message:
     try:
         return _decoder.decode(frame)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise BadMessage(shorten(f"frame of {len(frame)} bytes: {error}")) from None
+        older = _older(frame)
+        if older is None:
+            raise BadMessage(shorten(f"frame of {len(frame)} bytes: {error}")) from None
+        return older
+
+
+def _older(frame: bytes) -> PlainRelease | None:
+    """What the frame says in the older wire format. None: nothing."""
+    if _NAME.fullmatch(frame):
+        return PlainRelease(transfer_id=frame.decode("ascii"))
+    try:
+        release = _moriio_decoder.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return PlainRelease(transfer_id=release.transfer_id, consumer_tp_size=release.consumer_tp_size)

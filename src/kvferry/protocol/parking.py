@@ -8,12 +8,12 @@ from typing import NamedTuple, TypeAlias
 
 from kvferry.protocol.events import Route
 from kvferry.protocol.lease import Leases
-from kvferry.protocol.messages import Claim, Release, Renew
+from kvferry.protocol.messages import Claim, OpenWrite, Release, Renew
 
 HoldKey: TypeAlias = tuple[str, int]
-"""Transfer id, generation."""
+"""Transfer id, generation; 0 where the id is a router's."""
 
-Parkable: TypeAlias = Claim | Renew | Release
+Parkable: TypeAlias = Claim | OpenWrite | Renew | Release
 
 
 class _Lot(NamedTuple):
@@ -22,7 +22,8 @@ class _Lot(NamedTuple):
 
 
 class Parking:
-    """Bounded in number and in time (`parking_s` from a transfer's first message).
+    """Bounded in number and in time: `parking_s` from a transfer's first message, or `lease_s` where a router named the
+    transfer, since then the producer's request is on its way as well.
 
     `max_parked` messages over all transfers, and a quarter of that from one route, so that no peer takes all the room.
     """
@@ -35,14 +36,20 @@ class Parking:
         self._max_per_route = max(1, leases.max_parked // 4)
 
     def add(self, key: HoldKey, route: Route, message: Parkable, now: float) -> bool:
-        """False: full, or full for this route, and the message isn't kept."""
+        """False: full, or full for this route, and the message isn't kept. What is parked already is parked once."""
+        if key in self._lots and (route, message) in self._lots[key].messages:
+            return True
         if self._size >= self._leases.max_parked or self._per_route[route] >= self._max_per_route:
             return False
-        lot = self._lots.setdefault(key, _Lot(now + self._leases.parking_s, []))
+        lot = self._lots.setdefault(key, _Lot(now + self.time_s(key), []))
         lot.messages.append((route, message))
         self._size += 1
         self._per_route[route] += 1
         return True
+
+    def time_s(self, key: HoldKey) -> float:
+        """How long messages for it wait."""
+        return self._leases.parking_s if key[1] else self._leases.lease_s
 
     def take(self, key: HoldKey) -> list[tuple[Route, Parkable]]:
         """The messages for one transfer, in the order in which they came; they are parked no more."""

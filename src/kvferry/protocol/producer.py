@@ -10,10 +10,12 @@ import msgspec
 from kvferry.protocol.admission import MAX_RANKS, admit, mismatch, ranks_make_sense
 from kvferry.protocol.events import (
     Closing,
+    Dropped,
     FreeHold,
     FreeOutcome,
     Held,
     Note,
+    Promised,
     Received,
     Route,
     Send,
@@ -21,12 +23,16 @@ from kvferry.protocol.events import (
     Void,
 )
 from kvferry.protocol.hold import HOLDS, ClaimRecord, Hold, HoldState, HoldTrigger, No
+from kvferry.protocol.landings import ClosedLandings
 from kvferry.protocol.lease import Alarm, Leases
 from kvferry.protocol.messages import (
     CLAIM_OVER,
     Claim,
+    CloseWrite,
     Grant,
     Message,
+    OpenWrite,
+    PlainRelease,
     Refused,
     RefusedReason,
     Release,
@@ -36,6 +42,8 @@ from kvferry.protocol.messages import (
     RenewedEntry,
     RenewEntry,
     TransferRef,
+    WriteClosed,
+    WriteOpened,
     shorten,
 )
 from kvferry.protocol.parking import HoldKey, Parkable, Parking
@@ -44,18 +52,20 @@ from kvferry.protocol.transitions import IllegalTransition
 __all__ = [
     "Action",
     "Closing",
+    "Dropped",
     "Event",
     "FreeHold",
     "Held",
     "Note",
     "ProducerEngine",
+    "Promised",
     "Received",
     "Send",
     "Tick",
     "Void",
 ]
 
-Event: TypeAlias = Held | Received | Void | Closing | Tick
+Event: TypeAlias = Promised | Held | Dropped | Received | Void | Closing | Tick
 Action: TypeAlias = Send | FreeHold | Note
 
 _OUTCOMES: dict[HoldState, FreeOutcome] = {
@@ -63,13 +73,19 @@ _OUTCOMES: dict[HoldState, FreeOutcome] = {
     HoldState.LAPSED: "lapsed",
     HoldState.EXPIRED: "expired",
     HoldState.VOIDED: "voided",
+    HoldState.FAILED: "failed",
 }
 _REASONS: dict[FreeOutcome, RefusedReason] = {
     "released": "released",
     "lapsed": "lapsed",
     "expired": "lapsed",
     "voided": "ended",
+    "failed": "failed",
 }
+
+
+PLAIN_CLAIM = "a consumer that names no rank"
+"""The id of its claim; not one that a consumer of ours could have."""
 
 
 class _Past(NamedTuple):
@@ -78,6 +94,7 @@ class _Past(NamedTuple):
     outcome: FreeOutcome
     detail: str
     released_claims: frozenset[str]
+    routers_id: str
 
 
 class ProducerEngine:
@@ -85,7 +102,9 @@ class ProducerEngine:
 
     A hold ends when every claim on it that was seen is released or has lapsed; without any claim, after
     `first_hold_s`; whatever comes, after `longest_hold_s` (leases are shortened to that). It never ends while a
-    lease that was granted and not released still runs. Messages of peers never raise; events of the own engine
+    lease that was granted and not released still runs, nor while one of this engine's own ranks may be writing from it:
+    that one is told to stop, again and again, until it has closed. What is promised can be claimed, and written as it
+    is computed, before it is held. Messages of peers never raise; events of the own engine
     raise IllegalTransition where they make no sense.
     """
 
@@ -96,16 +115,22 @@ class ProducerEngine:
         self._holds: dict[str, dict[int, Hold]] = {}  # by transfer id, then generation
         self._parking = Parking(leases)
         self._past: OrderedDict[HoldKey, _Past] = OrderedDict()
+        self._routers_ids: dict[str, HoldKey] = {}
+        self._closed = ClosedLandings()  # also of transfers that were not known then
         self._closing: str | None = None
         self._alarm = Alarm()
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        if isinstance(event, Held):
-            self._check_held(event.ref)
+        if isinstance(event, Promised | Held | Dropped):
+            self._check_own(event)
         actions = self._expire(now)
         match event:
+            case Promised():
+                actions += self._on_promised(event, now)
             case Held():
                 actions += self._on_held(event, now)
+            case Dropped(ref, reason):
+                actions += self._on_dropped(ref, reason, now)
             case Received(route, message):
                 actions += self._on_message(route, message, now)
             case Void(reason):
@@ -138,24 +163,58 @@ class ProducerEngine:
 
     # The own engine's events
 
-    def _check_held(self, ref: TransferRef) -> None:
+    def _check_own(self, event: Promised | Held | Dropped) -> None:
+        ref = event.ref
         if (ref.producer, ref.incarnation) != (self._engine_id, self._incarnation):
             raise IllegalTransition(f"hold of {ref.producer}/{ref.incarnation} at {self._name}")
-        key = (ref.transfer_id, ref.generation)
-        if key in self._past or ref.generation in self._holds.get(ref.transfer_id, {}):
-            raise IllegalTransition(f"transfer {ref.transfer_id} generation {ref.generation} was held before")
+        known = self._holds.get(ref.transfer_id, {}).get(ref.generation)
+        where = f"transfer {ref.transfer_id} generation {ref.generation}"
+        if isinstance(event, Dropped):
+            if known is None or not known.is_live:
+                raise IllegalTransition(f"{where} is dropped, and was not promised")
+        elif (ref.transfer_id, ref.generation) in self._past or (known is not None and not known.is_live):
+            raise IllegalTransition(f"{where} was held before")
+        elif isinstance(event, Promised):
+            if known is not None or event.routers_id in self._routers_ids:
+                raise IllegalTransition(f"{where} ({event.routers_id}) was promised before")
+        elif known is not None and (known.offer.num_tokens, known.offer.digest) != (event.num_tokens, event.digest):
+            raise IllegalTransition(f"{where} is held for another prompt than was promised")
+
+    def knows_routers_id(self, routers_id: str) -> bool:
+        """Whether a router's name is taken: by a transfer that is promised, held, or remembered."""
+        return routers_id in self._routers_ids
+
+    def _on_promised(self, promise: Promised, now: float) -> list[Action]:
+        actions = self._add(Hold(promise, self._leases, now), now)
+        if promise.routers_id:
+            self._routers_ids[promise.routers_id] = (promise.ref.transfer_id, promise.ref.generation)
+            actions += self._unpark((promise.routers_id, 0), now)
+        return actions
 
     def _on_held(self, offer: Held, now: float) -> list[Action]:
-        ref = offer.ref
+        hold = self._holds.get(offer.ref.transfer_id, {}).get(offer.ref.generation)
+        if hold is not None:
+            hold.keep(offer, now)
+            return self._settle(hold, now)
         hold = Hold(offer, self._leases, now)
+        actions = self._add(hold, now)
+        return self._end(hold, HoldTrigger.VOID, self._closing) if self._closing is not None else actions
+
+    def _add(self, hold: Hold, now: float) -> list[Action]:
+        ref = hold.offer.ref
         self._holds.setdefault(ref.transfer_id, {})[ref.generation] = hold
         if self._closing is not None:
-            return self._end(hold, HoldTrigger.VOID, self._closing)
+            return []
         self._alarm.by(hold.deadline)
-        actions: list[Action] = []
-        for route, message in self._parking.take((ref.transfer_id, ref.generation)):
-            actions += self._on_message(route, message, now)
-        return actions
+        return self._unpark((ref.transfer_id, ref.generation), now)
+
+    def _unpark(self, key: HoldKey, now: float) -> list[Action]:
+        return [act for route, message in self._parking.take(key) for act in self._on_message(route, message, now)]
+
+    def _on_dropped(self, ref: TransferRef, reason: str, now: float) -> list[Action]:
+        hold = self._holds[ref.transfer_id][ref.generation]
+        hold.failed = reason
+        return self._settle(hold, now)
 
     def _void(self, reason: str, now: float) -> list[Action]:
         actions: list[Action] = []
@@ -181,6 +240,12 @@ class ProducerEngine:
                 return self._on_renew(route, message, now)
             case Release():
                 return self._on_release(route, message, now)
+            case PlainRelease():
+                return self._on_plain_release(route, message, now)
+            case OpenWrite():
+                return self._on_open_write(route, message, now)
+            case CloseWrite():
+                return self._on_close_write(route, message, now)
         return [Note("unexpected_message", f"{type(message).__name__} at a producer")]
 
     def _on_claim(self, route: Route, claim: Claim, now: float) -> list[Action]:
@@ -190,14 +255,14 @@ class ProducerEngine:
         if hold is None:
             return self._park_or_refuse(route, claim, now)
         if isinstance(hold, No):
-            return [*self._refuse(route, claim, hold)]
-        wrong = mismatch(hold.offer, claim)
-        if wrong is not None:
-            hold.disown(claim.claim_id, wrong)
-            return [*self._refuse(route, claim, wrong), *self._settle(hold, now)]
-        record = self._admit(hold, claim.claim_id, claim.num_ranks, claim.rank)
+            return self._refuse(route, claim, hold)
+        if (wrong := mismatch(hold.offer, claim)) is not None:
+            return self._disown(hold, route, claim, wrong, now)
+        if hold.is_live:
+            return self._refuse(route, claim, No("busy", "the prompt is still being computed"))
+        record = self._admit(hold, claim.claim_id, claim.num_ranks, now, claim.rank)
         if isinstance(record, No):
-            return [*self._refuse(route, claim, record)]
+            return self._refuse(route, claim, record)
         lease_s = self._renew(hold, record, now)
         record.granted_end = record.lease_end
         grant = Grant(
@@ -208,6 +273,46 @@ class ProducerEngine:
             lease_s=lease_s,
         )
         return [Send(route, grant)]
+
+    def _disown(self, hold: Hold, route: Route, claim: Claim | OpenWrite, no: No, now: float) -> list[Action]:
+        claim_id = claim.claim_id if isinstance(claim, Claim) else claim.landing.claim_id
+        hold.disown(claim_id, no)
+        hold.landings.stop(str(no), now, claim_id)
+        return [*self._refuse(route, claim, no), *self._settle(hold, now)]
+
+    def _on_open_write(self, route: Route, ask: OpenWrite, now: float) -> list[Action]:
+        landing = ask.landing
+        if not 0 <= landing.rank < ask.num_ranks <= MAX_RANKS:
+            return self._refuse(route, ask, No("topology", f"write for rank {landing.rank} of {ask.num_ranks} ranks"))
+        hold = self._find(ask.ref, landing.claim_id)
+        if hold is None and landing not in self._closed:
+            return self._park_or_refuse(route, ask, now)
+        if isinstance(hold, No):
+            return self._refuse(route, ask, hold)
+        if hold is None or landing in self._closed:
+            return self._refuse(route, ask, No("ended", "its writer has closed it"))
+        if (wrong := mismatch(hold.offer, ask)) is not None:
+            return self._disown(hold, route, ask, wrong, now)
+        record = self._admit(hold, landing.claim_id, ask.num_ranks, now, landing.rank)
+        if isinstance(record, No):
+            return self._refuse(route, ask, record)
+        if not hold.landings.open(landing, route):
+            return self._refuse(route, ask, No("ended", "its writer has closed it"))
+        self._renew(hold, record, now)
+        offer = hold.offer
+        block_ids = offer.block_ids if isinstance(offer, Held) else ()
+        opened = WriteOpened(landing=landing, seq=ask.seq, transfer_id=offer.ref.transfer_id, block_ids=block_ids)
+        return [Send(route, opened)]
+
+    def _on_close_write(self, route: Route, close: CloseWrite, now: float) -> list[Action]:
+        landing = close.landing
+        self._closed.add(landing)
+        actions: list[Action] = [Send(route, WriteClosed(landing=landing, seq=close.seq))]
+        for hold in self._all_holds():
+            if landing.claim_id in hold.claims or hold.landings.is_open_for(landing.claim_id):
+                hold.landings.close(landing)
+                actions += self._settle(hold, now)
+        return actions
 
     def _on_renew(self, route: Route, renew: Renew, now: float) -> list[Action]:
         answers: list[RenewedEntry] = []
@@ -236,7 +341,7 @@ class ProducerEngine:
             return None
         if isinstance(hold, No):
             return _not_held(entry, hold)
-        record = self._admit(hold, entry.claim_id, entry.num_ranks)
+        record = self._admit(hold, entry.claim_id, entry.num_ranks, now)
         if isinstance(record, No):
             return _not_held(entry, record)
         return RenewedEntry(claim_id=entry.claim_id, held=True, reason="", lease_s=self._renew(hold, record, now))
@@ -257,23 +362,68 @@ class ProducerEngine:
             actions = self._release(hold, record, release, now)
         return [*actions, Send(route, Released(claim_id=release.claim_id, seq=release.seq))]
 
+    def _on_plain_release(self, route: Route, plain: PlainRelease, now: float) -> list[Action]:
+        """It names no rank, so each connection is one, and counts once for this transfer."""
+        hold = self._find_named(plain.transfer_id)
+        size = plain.consumer_tp_size
+        if hold is None:
+            return [Note("unknown_release", f"a release without a rank for {plain.transfer_id}")]
+        record = hold.claims.get(PLAIN_CLAIM)
+        if record is not None and record.num_ranks != size:
+            return [Note("bad_message", f"release of 1 of {size} ranks, an earlier one said {record.num_ranks}")]
+        if route not in hold.plain_ranks and len(hold.plain_ranks) >= size:
+            return [Note("duplicate_release", f"{size} ranks have released {plain.transfer_id} already")]
+        rank = hold.plain_ranks.setdefault(route, len(hold.plain_ranks))
+        release = Release(
+            ref=hold.offer.ref,
+            claim_id=PLAIN_CLAIM,
+            engine_id="",
+            incarnation="",
+            seq=0,
+            ranks=(rank,),
+            num_ranks=size,
+            outcome="done",
+            reason="",
+        )
+        return self._release(hold, record, release, now)
+
+    def _find_named(self, transfer_id: str) -> Hold | None:
+        """The newest hold of that name, be it a router's or our own."""
+        key = self._routers_ids.get(transfer_id)
+        if key is not None:
+            return self._holds.get(key[0], {}).get(key[1])
+        holds = self._holds.get(transfer_id)
+        return holds[max(holds)] if holds else None
+
     def _release(self, hold: Hold, record: ClaimRecord | None, release: Release, now: float) -> list[Action]:
         if release.claim_id in hold.disowned:
             return _failure(release)
         if record is None:  # nobody claimed first: a transfer of nothing, or its claim is still on the way
             if len(hold.claims) >= self._leases.max_claims:
+                over = No("released", "the claim was released before there was room for it", is_over=True)
+                hold.disown(release.claim_id, over)
                 return [Note("unknown_release", _describe(release))]
             record = hold.open_claim(release.claim_id, release.num_ranks)
             self._renew(hold, record, now)
+        ranks = None if release.ranks is None else frozenset(release.ranks)
+        # Writers of a load that is done close by themselves, a moment before or after this.
+        stop_at = now + self._leases.claim_reply_s if release.outcome == "done" else now
+        hold.landings.stop(f"released: {release.reason or release.outcome}", stop_at, release.claim_id, ranks)
         if not hold.release(record, release.ranks):
             # The engine's own release comes after those of its ranks, so only a rank's is worth a note.
-            return [] if release.ranks is None else [Note("duplicate_release", _describe(release))]
+            note: list[Action] = [] if release.ranks is None else [Note("duplicate_release", _describe(release))]
+            return note + self._settle(hold, now)
         return _failure(release) + self._settle(hold, now)
 
     # Looking up
 
     def _find(self, ref: TransferRef, claim_id: str) -> Hold | No | None:
         """The hold; or why there is none for this claim, for good; or None: not known yet."""
+        if ref.is_routers:
+            key = self._routers_ids.get(ref.transfer_id)
+            if key is None:
+                return None if self._closing is None else No("ended", self._closing)
+            ref = TransferRef(self._engine_id, self._incarnation, *key)
         if (ref.producer, ref.incarnation) != (self._engine_id, self._incarnation):
             return No("incarnation", f"meant for {ref.producer}/{ref.incarnation}, this is {self._name}")
         holds = self._holds.get(ref.transfer_id, {})
@@ -287,8 +437,12 @@ class ProducerEngine:
             return No("generation", f"claimed {ref.generation}, held {max(holds)}")
         return None if self._closing is None else No("ended", self._closing)
 
-    def _admit(self, hold: Hold, claim_id: str, num_ranks: int, rank: int | None = None) -> ClaimRecord | No:
-        return admit(hold, claim_id, num_ranks, rank=rank, max_claims=self._leases.max_claims, closing=self._closing)
+    def _admit(
+        self, hold: Hold, claim_id: str, num_ranks: int, now: float, rank: int | None = None
+    ) -> ClaimRecord | No:
+        return admit(
+            hold, claim_id, num_ranks, now, rank=rank, max_claims=self._leases.max_claims, closing=self._closing
+        )
 
     # Deadlines and ends
 
@@ -317,12 +471,15 @@ class ProducerEngine:
 
     def _settle(self, hold: Hold, now: float) -> list[Action]:
         trigger = hold.verdict(now)
+        if trigger is not None and not len(hold.landings):
+            return self._end(hold, trigger, hold.failed or trigger.value)
         if trigger is not None:
-            return self._end(hold, trigger, trigger.value)
-        if self._closing is not None and hold.may_be_voided(now):
+            hold.landings.stop(hold.failed or trigger.value, now)
+        elif self._closing is not None and hold.may_be_voided(now):
             return self._end(hold, HoldTrigger.VOID, self._closing)
+        stops: list[Action] = [*hold.landings.due(now)]
         self._alarm.by(hold.deadline)
-        return []
+        return stops
 
     def _end(self, hold: Hold, trigger: HoldTrigger, detail: str) -> list[Action]:
         hold.state = HOLDS.next(hold.state, trigger)
@@ -330,21 +487,24 @@ class ProducerEngine:
         del self._holds[ref.transfer_id][ref.generation]
         if not self._holds[ref.transfer_id]:
             del self._holds[ref.transfer_id]
-        self._past[ref.transfer_id, ref.generation] = _Past(outcome, detail, hold.released_claims())
+        routers_id = hold.routers_id
+        self._past[ref.transfer_id, ref.generation] = _Past(outcome, detail, hold.released_claims(), routers_id)
         if len(self._past) > self._leases.max_remembered:
-            self._past.popitem(last=False)
+            _, oldest = self._past.popitem(last=False)
+            self._routers_ids.pop(oldest.routers_id, None)
         return [FreeHold(ref, outcome, detail)]
 
     # Messages for transfers that aren't known yet
 
     def _park(self, route: Route, message: Parkable, ref: TransferRef, now: float) -> bool:
         """False: full. A claim is then refused; a renewal or a release is dropped, since it will come again."""
-        if not self._parking.add((ref.transfer_id, ref.generation), route, message, now):
+        key = (ref.transfer_id, ref.generation)
+        if not self._parking.add(key, route, message, now):
             return False
-        self._alarm.by(now + self._leases.parking_s)
+        self._alarm.by(now + self._parking.time_s(key))
         return True
 
-    def _park_or_refuse(self, route: Route, claim: Claim, now: float) -> list[Action]:
+    def _park_or_refuse(self, route: Route, claim: Claim | OpenWrite, now: float) -> list[Action]:
         if self._park(route, claim, claim.ref, now):
             return []
         no = self._parking_full()
@@ -357,7 +517,7 @@ class ProducerEngine:
         actions: list[Action] = []
         for route, message in messages:
             match message:
-                case Claim():
+                case Claim() | OpenWrite():
                     actions += self._refuse(route, message, no)
                 case Renew():
                     answers = tuple(_not_held(entry, no) for entry in message.entries)
@@ -369,9 +529,9 @@ class ProducerEngine:
 
     def _unknown(self, key: HoldKey) -> No:
         held = self._holds.get(key[0])
-        if held:
+        if held and key[1]:
             return No("generation", f"claimed {key[1]}, held {max(held)}")
-        return No("unknown", f"no transfer {key[0]} generation {key[1]} here, after {self._leases.parking_s} s")
+        return No("unknown", f"no transfer {key[0]} generation {key[1]} here, after {self._parking.time_s(key)} s")
 
     # Small things
 
@@ -382,9 +542,10 @@ class ProducerEngine:
     def _all_holds(self) -> list[Hold]:
         return [hold for holds in self._holds.values() for hold in holds.values()]
 
-    def _refuse(self, route: Route, claim: Claim, no: No) -> list[Action]:
+    def _refuse(self, route: Route, claim: Claim | OpenWrite, no: No) -> list[Action]:
+        asked = claim if isinstance(claim, Claim) else claim.landing
         refused = Refused(
-            claim_id=claim.claim_id, rank=claim.rank, seq=claim.seq, reason=no.reason, detail=shorten(no.detail)
+            claim_id=asked.claim_id, rank=asked.rank, seq=claim.seq, reason=no.reason, detail=shorten(no.detail)
         )
         return [Note("claim_refused", str(no)), Send(route, refused)]
 

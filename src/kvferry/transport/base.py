@@ -78,10 +78,15 @@ class Status(NamedTuple):
 
 
 class Peer(Protocol):
-    """A connected remote worker; made by `Transport.connect`, ended by `Transport.disconnect`."""
+    """A connected remote worker; made by `Transport.connect`, ended by `Transport.disconnect`.
+
+    regions: what its record says is registered there, in order; a batch's remote_region is an index into them.
+    """
 
     @property
     def name(self) -> str: ...
+    @property
+    def regions(self) -> tuple[Region, ...]: ...
 
 
 class Handle(Protocol):
@@ -118,6 +123,10 @@ class Transport(Protocol):
     def release(self, handle: Handle) -> bool:
         """Give the handle back, cancelling what can be cancelled. True when no operation of it can still move
         bytes; False when that is not known yet: call again later. After True the handle is dead."""
+
+    def gone(self, peer: Peer) -> bool:
+        """Whether the peer's process is proven gone, and with it every write of its own into this process's regions.
+        False where that can't be known."""
 
     def progress(self) -> None:
         """Drive the library once on behalf of peers that read from or write to this process."""

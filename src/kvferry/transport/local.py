@@ -11,6 +11,7 @@ import errno
 import os
 import secrets
 import sys
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Annotated, NamedTuple
@@ -96,13 +97,16 @@ class LocalPeer:
         """Raises PeerLost when the process is gone (a pid used again is not it) or has closed its transport."""
         if not self._connected:
             raise PeerLost(f"{self.name}: disconnected")
-        if hostmem.process_gone(self._record.pid, self._record.start_time):
+        if self.process_gone():
             raise PeerLost(f"{self.name}: the process that started at {self._record.start_time} is gone")
         if self._same_process:
             if self._record.token not in _here:
                 raise PeerLost(f"{self.name}: its transport is closed")
         elif self._read_token() not in (None, self._record.token):
             raise PeerLost(f"{self.name}: its transport is closed")
+
+    def process_gone(self) -> bool:
+        return hostmem.process_gone(self._record.pid, self._record.start_time)
 
     def open_regions(self) -> None:
         """Find a way to each region and try it. Raises TransportError that says why there is none."""
@@ -173,13 +177,14 @@ class LocalPeer:
 
 
 class LocalHandle:
-    """One posted transfer; PENDING only while the gate is shut."""
+    """One posted transfer; PENDING only while the gate is shut, or the wire busy until due_at (time.monotonic)."""
 
     def __init__(self, peer: LocalPeer, batches: list[Batch], write: bool) -> None:
         self.peer = peer
         self.batches = batches
         self.write = write
         self.status = Status(State.PENDING)
+        self.due_at = 0.0
 
 
 class LocalTransport:
@@ -188,18 +193,29 @@ class LocalTransport:
     ptracer_any: let any process of this user reach this one where Yama restricts ptrace (ptrace_scope 1).
     For tests only: max_inflight, how many transfers may be posted and not yet polled to their end (QueueFull beyond);
     gate, a callable, or the path of a file: while the callable returns False, or the file exists, posted
-    transfers stay PENDING and none of their bytes has moved.
+    transfers stay PENDING and none of their bytes has moved. For measurements only: wire_mbps, which delays each
+    transfer until a wire of so many megabytes per second, shared by all of this transport, would have carried it.
     """
 
     name = "local"
-    options = ("ptracer_any", "max_inflight", "gate")
+    options = ("ptracer_any", "max_inflight", "gate", "wire_mbps")
 
     def __init__(
-        self, *, ptracer_any: bool = False, max_inflight: int | None = None, gate: Gate | str | None = None
+        self,
+        *,
+        ptracer_any: bool = False,
+        max_inflight: int | None = None,
+        gate: Gate | str | None = None,
+        wire_mbps: float | None = None,
     ) -> None:
         if sys.platform != "linux":
             raise TransportUnavailable(f"local: needs Linux, this is {sys.platform}")
-        self.traits = Traits(synchronous=gate is None, target_must_poll=False, failure_is_quiet=True)
+        if wire_mbps is not None and not wire_mbps > 0:
+            raise TransportError(f"local: wire_mbps is {wire_mbps}, must be a positive number")
+        is_synchronous = gate is None and wire_mbps is None
+        self.traits = Traits(synchronous=is_synchronous, target_must_poll=False, failure_is_quiet=True)
+        self._wire_mbps = wire_mbps
+        self._wire_free_at = 0.0
         self._gate = _file_gate(gate) if isinstance(gate, str) else gate
         self._max_inflight = max_inflight
         self._host = hostmem.host_id()
@@ -274,7 +290,8 @@ class LocalTransport:
     def poll(self, handle: Handle) -> Status:
         if not isinstance(handle, LocalHandle) or handle not in self._handles:
             return Status(State.FAILED, "local: not a live handle of this transport")
-        if handle.status.state is State.PENDING and (self._gate is None or self._gate()):
+        is_due = (self._gate is None or self._gate()) and time.monotonic() >= handle.due_at
+        if handle.status.state is State.PENDING and is_due:
             handle.status = self._run_late(handle)
         if handle.status.state is not State.PENDING:
             self._unseen.discard(handle)
@@ -286,6 +303,9 @@ class LocalTransport:
             self._handles.discard(handle)
             self._unseen.discard(handle)
         return True
+
+    def gone(self, peer: Peer) -> bool:
+        return isinstance(peer, LocalPeer) and peer.process_gone()
 
     def progress(self) -> None:
         """Nothing to do: readers and writers need no help of this process."""
@@ -331,7 +351,11 @@ class LocalTransport:
             raise QueueFull(f"local: {len(self._unseen)} transfers in flight, max_inflight is {self._max_inflight}")
         peer.check_alive()
         handle = LocalHandle(peer, checked, write)
-        if self._gate is None:
+        if self._wire_mbps is not None:
+            num_bytes = sum(int(batch.lengths.sum()) for batch in checked)
+            handle.due_at = max(self._wire_free_at, time.monotonic()) + num_bytes / (self._wire_mbps * 1e6)
+            self._wire_free_at = handle.due_at
+        if self.traits.synchronous:
             handle.status = self._run(handle)
         self._handles.add(handle)
         self._unseen.add(handle)

@@ -73,6 +73,10 @@ class NixlPeer:
     def name(self) -> str:
         return f"nixl:{self.record.agent}"
 
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        return self.record.regions
+
     def process_gone(self) -> bool:
         """Whether its process is proven gone; never proven from another host."""
         return self._same_host and hostmem.process_gone(self.record.pid, self.record.start_time)
@@ -221,6 +225,10 @@ class NixlTransport:
             return False
         self._handles.discard(handle)
         return True
+
+    def gone(self, peer: Peer) -> bool:
+        """Never proven: what a dead peer has sent may still wait in the network, or in this process's own queues."""
+        return False
 
     def progress(self) -> None:
         if self._agent is not None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from kvferry.control.addresses import DEFAULT_ALLOWED
+from kvferry.control import addresses
 from kvferry.protocol.lease import Leases
+from kvferry.vllm import moriio_keys
+
+logger = logging.getLogger(__name__)
 
 _LEASES = Leases()
 
@@ -18,20 +22,25 @@ class ConfigError(ValueError):
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Every key of `kv_connector_extra_config`. Times are in seconds.
+    """Every key of `kv_connector_extra_config`, beside MoRIIO's (moriio_keys.py). Times are in seconds.
 
+    mode: how this engine, as a consumer, gets KV by default: it reads, or the producer writes.
     transports: in order of preference. A pair of workers uses the first that both have and that connects.
     transport_options: options by transport name.
     host_ip: the address that peers are told; else VLLM_HOST_IP, else loopback. port: of the rendezvous; 0 is any.
-    worker_port: first of the workers' control ports (worker of rank r takes worker_port + r); 0 is any.
+    worker_port: first of the workers' control ports; 0 is any. Data-parallel rank d takes port + d, and its worker
+    r of n takes worker_port + d * n + r.
     secret: overrides KVFERRY_SECRET. allow_open: run without a secret on an address that is not loopback.
     allowed_peers: CIDR ranges that may be dialled.
     model_id: what both sides call the model; by default a digest of its configuration and samples of its weights.
     weights_epoch: part of every prompt's digest; change it on both sides together with the weights.
+    discovery: "host:port" of the router that this engine announces itself to, as vllm-router's MoRI-IO discovery wants
+    it. http_port: of the engine's own HTTP server, for that router. announce_as: which side a kv_both engine takes.
     silence_s: a connection on which the other side says nothing for this long, not even to probes, is over.
     max_held, max_quarantined: largest fraction of the block pool that waits for readers, or for failed reads.
     """
 
+    mode: Literal["read", "write"] = "read"
     transports: tuple[str, ...] = ("local", "nixl")
     transport_options: dict[str, dict[str, Any]] = {}
     host_ip: str | None = None
@@ -39,7 +48,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     worker_port: int = 0
     secret: str | None = None
     allow_open: bool = False
-    allowed_peers: tuple[str, ...] = tuple(DEFAULT_ALLOWED)
+    allowed_peers: tuple[str, ...] = tuple(addresses.DEFAULT_ALLOWED)
     model_id: str | None = None
     weights_epoch: str = ""
     max_held: float = 0.8
@@ -53,6 +62,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     longest_hold_s: float = _LEASES.longest_hold_s
     silence_s: float = 9.0
     load_s: float = _LEASES.load_s
+    write_s: float = _LEASES.write_s
+    discovery: str | None = None
+    http_port: int = 0
+    announce_as: Literal["prefill", "decode"] | None = None
 
     def leases(self) -> Leases:
         return Leases(
@@ -64,27 +77,54 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             handshake_s=self.handshake_s,
             longest_hold_s=self.longest_hold_s,
             load_s=self.load_s,
+            write_s=self.write_s,
         )
 
 
-def parse(extra_config: Mapping[str, Any]) -> Config:
-    """Raises ConfigError that names the key, its value and what is allowed."""
+def parse(extra_config: Mapping[str, Any], log_ignored: bool = True) -> Config:
+    """MoRIIO's keys that mean nothing here are logged, in one line.
+
+    Raises ConfigError that names the key, its value and what is allowed.
+    """
     try:
-        config = msgspec.convert(dict(extra_config), Config)
+        native, ignored = moriio_keys.translate(extra_config)
+    except ValueError as error:
+        raise ConfigError(f"kv_connector_extra_config: {error}") from None
+    try:
+        config = msgspec.convert(native, Config)
     except msgspec.ValidationError as error:
         known = ", ".join(Config.__struct_fields__)
         raise ConfigError(f"kv_connector_extra_config: {error} (known keys: {known})") from None
+    try:
+        _check(config)
+    except ValueError as error:
+        meanings = moriio_keys.meanings(extra_config)
+        raise ConfigError(f"kv_connector_extra_config: {error}{meanings and f' ({meanings})'}") from None
+    if ignored and log_ignored:
+        logger.warning("kvferry: settings of MoRIIO's that mean nothing here are ignored: %s", ", ".join(ignored))
+    return config
+
+
+def _check(config: Config) -> None:
+    """Raises ValueError for values that have the right type and mean nothing."""
     if not config.transports:
-        raise ConfigError("kv_connector_extra_config: transports is empty: name at least one")
+        raise ValueError("transports is empty: name at least one")
     for name in ("max_held", "max_quarantined"):
         if not 0.0 < getattr(config, name) <= 1.0:
-            raise ConfigError(f"kv_connector_extra_config: {name} is {getattr(config, name)}, not in (0, 1]")
+            raise ValueError(f"{name} is {getattr(config, name)}, not in (0, 1]")
     if not config.silence_s > 0:
-        raise ConfigError(
-            f"kv_connector_extra_config: silence_s is {config.silence_s}, not a positive number of seconds"
-        )
+        raise ValueError(f"silence_s is {config.silence_s}, not a positive number of seconds")
+    config.leases()
+    if config.discovery is not None:
+        _check_discovery(config.discovery, config.http_port)
+
+
+def _check_discovery(discovery: str, http_port: int) -> None:
     try:
-        config.leases()
-    except ValueError as error:
-        raise ConfigError(f"kv_connector_extra_config: {error}") from None
-    return config
+        addresses.parse(f"tcp://{discovery}")
+    except addresses.AddressError as error:
+        raise ValueError(f"discovery is {discovery!r}, must be the router's host:port: {error}") from None
+    if not 1 <= http_port <= 65535:
+        raise ValueError(
+            f"http_port is {http_port}, and discovery needs the port (1 to 65535) of this engine's HTTP server"
+        )

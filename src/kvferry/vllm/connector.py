@@ -44,12 +44,13 @@ T = TypeVar("T")
 
 
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
-    """READ mode: the consumer pulls, asynchronously, what its own prefix cache lacks."""
+    """The consumer gets what its own prefix cache lacks, asynchronously: it reads, or the producer writes."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         join_logs()
-        settings = config.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        settings = config.parse(extra, log_ignored=role is KVConnectorRole.SCHEDULER)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -96,6 +97,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         client_errors.install()  # vLLM asks for metrics in the API server, and only there
         return KVFerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Layers can be sent one by one only if each calls `save_kv_layer`, which a full graph's replay does not.
+
+        Without it WRITE works all the same: everything is sent when the step has ended.
+        """
+        return config.parse(extra_config, log_ignored=False).mode == "write"
+
     @property
     def supports_sleep_mode(self) -> bool:
         """vLLM 0.33 asks; the cache's memory may go and come back through the two methods below."""
@@ -135,7 +144,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self._scheduler is None:
             return StepMetadata("", "", "")
-        return self._guarded(self._scheduler.build_connector_meta, StepMetadata("", "", ""))
+        return self._guarded(self._scheduler.build_connector_meta, StepMetadata("", "", ""), scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self._scheduler is not None:
@@ -180,6 +189,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._worker.get_handshake_metadata() if self._worker is not None else None
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """The first hook of every step, before anything of it is computed."""
+        if self._worker is not None and isinstance(kv_connector_metadata, StepMetadata):
+            self._guarded(self._worker.begin_step, None, kv_connector_metadata)
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         step = self._connector_metadata
         if self._worker is not None and isinstance(step, StepMetadata):
@@ -191,10 +205,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """READ mode saves nothing: consumers read the producer's blocks."""
+        """The layer's part of the step is launched: a consumer that waits for it can have it soon."""
+        if self._worker is not None:
+            self._guarded(self._worker.computed_layer, None, layer_name, kv_layer)
 
     def wait_for_save(self) -> None:
-        """READ mode saves nothing."""
+        """All of the step is launched. Nothing is waited for: blocks stay held until they are written."""
+        if self._worker is not None:
+            self._guarded(self._worker.end_step, None)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._worker is None:

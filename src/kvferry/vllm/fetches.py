@@ -6,7 +6,7 @@ import enum
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,9 @@ from kvferry.protocol.digest import blocks_digest
 from kvferry.protocol.messages import Outcome, TransferRef
 from kvferry.vllm.core import Core
 from kvferry.vllm.digests import request_digest, undigestible
-from kvferry.vllm.params import BadParams, Offer, from_params, wants_remote_prefill, why_not_offered
+from kvferry.vllm.params import BadParams, Offer, asked_mode, from_params, wants_remote_prefill, why_not_offered
+from kvferry.vllm.promises import without_nulls
+from kvferry.vllm.request_addresses import peer_address, transfer_id
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -41,13 +43,15 @@ class Stage(enum.Enum):
 class Fetch:
     """One request's use of a transfer.
 
-    offer is None when there is none that could be read. problem: why the KV must not or could not be loaded.
+    offer is None when there is none that could be used. writes: the producer writes it. problem: why the KV must not
+    or could not be loaded.
     path: what the response will say: "remote", "local" (a full local hit) or "recomputed".
     destination: the blocks that a load writes, per group.
     """
 
     claim_id: str
     offer: Offer | None
+    writes: bool = False
     digest: bytes = b""
     stage: Stage = Stage.OPEN
     problem: str = ""
@@ -91,7 +95,7 @@ class Fetches:
         """Claims at once, so that the transfer lives while the request waits."""
         fetch = Fetch(secrets.token_hex(16), None)
         try:
-            offer = from_params(request.kv_transfer_params or {}, len(self._core.group_ids))
+            offer, fetch.writes = self._offer(request, request.kv_transfer_params or {})
         except BadParams as error:
             return self._refused(request, fetch, str(error))
         fetch.offer = offer
@@ -107,6 +111,30 @@ class Fetches:
             request, offer.num_tokens, model=self._core.model, weights_epoch=self._core.config.weights_epoch
         )
         return fetch
+
+    def _offer(self, request: Request, params: Mapping[str, Any]) -> tuple[Offer, bool]:
+        """What there is to be had, and whether the producer shall write it. Raises BadParams."""
+        sampling = request.sampling_params
+        mode = asked_mode(params, sampling.extra_args if sampling is not None else None)
+        if "kvferry" in params or transfer_id(params) is None:
+            offer = from_params(params, len(self._core.group_ids))
+            return offer, (mode or self._core.config.mode) == "write"
+        if mode == "read":
+            raise BadParams("kv_transfer_params names a transfer that is yet to be computed, which can't be read")
+        return self._to_come(request, params), True
+
+    def _to_come(self, request: Request, params: Mapping[str, Any]) -> Offer:
+        """The router has sent both legs at once: the transfer's name and the producer's address are all there is."""
+        name, address = transfer_id(params), peer_address(request.request_id, params, "prefill")
+        if name is None or address is None:
+            raise BadParams(
+                "kv_transfer_params has a transfer_id, but neither it nor the request id has the producer's address"
+            )
+        num_tokens = request.num_prompt_tokens - self._core.backoff_tokens
+        if num_tokens < 1:
+            raise BadParams(f"the prompt has {request.num_prompt_tokens} tokens, the producer leaves them to this side")
+        ref = TransferRef(producer="", incarnation="", transfer_id=name, generation=0)
+        return Offer(ref, address.host, address.port, "", num_tokens, ())
 
     def _why_not(self, request: Request, offer: Offer) -> str:
         """Why this request cannot take what is offered; empty if it can."""
@@ -125,10 +153,14 @@ class Fetches:
         return fetch
 
     def transfer_lost(self, lost: TransferLost) -> None:
-        """The producer let go of it while the request waited."""
+        """The producer let go of it while the request waited, or before it had written."""
         fetch = self._fetches.get(self._by_claim.get(lost.claim_id, ""))
-        if fetch is not None and fetch.stage is Stage.OPEN and not fetch.problem:
+        if fetch is None or fetch.problem:
+            return
+        if fetch.stage is Stage.OPEN:
             fetch.problem = f"the producer no longer holds the transfer: {lost.reason}"
+        elif fetch.stage is Stage.LOADING and fetch.writes:
+            self._cancels.append((fetch.load_id, f"the producer no longer holds the transfer: {lost.reason}"))
 
     # Scheduling.
 
@@ -198,9 +230,10 @@ class Fetches:
             end_token=end_token,
             window_starts=tuple(group.window_start(end_token) for group in self._core.groups),
             consumer_block_ids=tuple(_ids(group) for group in wanted),
-            producer_block_ids=tuple(_without_nulls(group) for group in offer.block_ids),
+            producer_block_ids=without_nulls(offer.block_ids),
             digest=fetch.digest,
             blocks_digest=blocks_digest(offer.block_ids),
+            write=fetch.writes,
         )
 
     def take_work(self) -> tuple[list[LoadRequest], list[tuple[str, str]]]:
@@ -299,11 +332,6 @@ def _wanted_tokens(offer: Offer, request: Request) -> int:
 
 def _ids(group: Sequence[KVCacheBlock | None]) -> tuple[int, ...]:
     return tuple(-1 if block is None else block.block_id for block in group)
-
-
-def _without_nulls(block_ids: Sequence[int]) -> tuple[int, ...]:
-    """vLLM's null block has id 0 and stands where a sliding window has left."""
-    return tuple(block_id if block_id != 0 else -1 for block_id in block_ids)
 
 
 def _load_that_fails(request: Request, fetch: Fetch) -> LoadRequest:

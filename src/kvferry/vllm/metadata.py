@@ -10,18 +10,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvferry.agent import LoadRequest, LoadResult
+from kvferry.agent import ComputeStep, LoadRequest, LoadResult
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """Scheduler to workers, each step. cancels: (load_id, reason)."""
+    """Scheduler to workers, each step. cancels: (load_id, reason). computes: what this step computes of promised
+    transfers. over: ids of promised transfers that nobody can want any more."""
 
     engine_id: str
     incarnation: str
     rendezvous: str
+    home: str = ""
     loads: list[LoadRequest] = field(default_factory=list)
     cancels: list[tuple[str, str]] = field(default_factory=list)
+    computes: list[ComputeStep] = field(default_factory=list)
+    over: list[str] = field(default_factory=list)
 
 
 @dataclass

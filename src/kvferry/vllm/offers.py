@@ -16,6 +16,7 @@ from kvferry.vllm.core import Core
 from kvferry.vllm.digests import request_digest, undigestible
 from kvferry.vllm.ledger import LedgerFull
 from kvferry.vllm.params import Offer, not_offered, to_params
+from kvferry.vllm.promises import Promise, Promises, without_nulls
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -31,8 +32,25 @@ class Offers:
         self._host, self._port = parse(core.agent.endpoint.address)
         self._generation = 0
         self._cut: set[str] = set()
+        self.promises = Promises(core)
 
     def on_new_request(self, request: Request) -> None:
+        self._cut_prompt(request)
+        self.promises.on_new_request(request, self._new_ref(), self._why_not(request))
+
+    def _new_ref(self) -> TransferRef:
+        self._generation += 1
+        agent = self._core.agent
+        return TransferRef(agent.engine_id, agent.incarnation, secrets.token_hex(16), self._generation)
+
+    def _why_not(self, request: Request) -> str:
+        """Why this request's KV can't be offered, whatever becomes of it; empty if it can."""
+        problem = undigestible(request)
+        if not problem and self._core.keeps_state and request.request_id not in self._cut:
+            problem = self._uncut(request) or "the prompt was not cut before its last token"
+        return problem
+
+    def _cut_prompt(self, request: Request) -> None:
         """Cuts the last tokens off a first leg's prompt where the consumer has to compute them from what lies before:
         see `groups.backoff_tokens`. Its own next token is of no use then, and nobody asks for it."""
         backoff = self._core.backoff_tokens
@@ -63,17 +81,19 @@ class Offers:
 
         block_ids: per KV cache group of vLLM, clipped to the computed tokens.
         """
-        cut = request.request_id in self._cut
-        self._cut.discard(request.request_id)
         if request.status not in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
+            self._cut.discard(request.request_id)
+            self.promises.broken(request, [len(ids) for ids in block_ids])
             return None
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        problem = undigestible(request) or ("" if num_tokens > 0 else "no token was computed")
-        if not problem and self._core.keeps_state and not cut:
-            problem = self._uncut(request) or "the prompt was not cut before its last token"
+        problem = self._why_not(request) or ("" if num_tokens > 0 else "no token was computed")
+        self._cut.discard(request.request_id)
+        promise = self.promises.fulfilled(request)
+        if not problem and promise is not None:
+            problem = promise.problem
         if not problem:
             try:
-                return self._offer(request, block_ids, num_tokens)
+                return self._keep(promise) if promise is not None else self._offer(request, block_ids, num_tokens)
             except LedgerFull as error:
                 problem = str(error)
         self._core.stats.count_refusal("not_held")
@@ -83,21 +103,24 @@ class Offers:
     def _offer(self, request: Request, block_ids: Sequence[Sequence[int]], num_tokens: int) -> dict[str, Any]:
         core = self._core
         blocks = core.manager.get_blocks(request.request_id).blocks
-        self._generation += 1
         kept = list(zip(core.group_ids, core.groups, strict=True))
-        offer = Offer(
-            ref=TransferRef(core.agent.engine_id, core.agent.incarnation, secrets.token_hex(16), self._generation),
-            host=self._host,
-            port=self._port,
-            key_id=core.agent.endpoint.key_id,
-            num_tokens=num_tokens,
-            block_ids=tuple(tuple(group.offered(block_ids[index])) for index, group in kept),
-        )
+        ref = self._new_ref()
+        offered = tuple(tuple(group.offered(block_ids[index])) for index, group in kept)
         digest = request_digest(request, num_tokens, model=core.model, weights_epoch=core.config.weights_epoch)
-        core.ledger.hold(offer.ref, [group.offered(blocks[index][: len(block_ids[index])]) for index, group in kept])
-        core.agent.hold(offer.ref, num_tokens, digest, blocks_digest(offer.block_ids))
+        core.ledger.hold(ref, [group.offered(blocks[index][: len(block_ids[index])]) for index, group in kept])
+        return self._tell(request, ref, num_tokens, digest, offered)
+
+    def _keep(self, promise: Promise) -> dict[str, Any]:
+        """What was promised, and is in the ledger already."""
+        return self._tell(promise.request, promise.ref, promise.num_tokens, promise.digest, promise.block_ids)
+
+    def _tell(
+        self, request: Request, ref: TransferRef, num_tokens: int, digest: bytes, block_ids: tuple[tuple[int, ...], ...]
+    ) -> dict[str, Any]:
+        core = self._core
+        core.agent.hold(ref, num_tokens, digest, blocks_digest(block_ids), without_nulls(block_ids))
         return to_params(
-            offer,
+            Offer(ref, self._host, self._port, core.agent.endpoint.key_id, num_tokens, block_ids),
             request_id=request.request_id,
             tp_size=core.parallel.tensor_parallel_size,
             pp_size=core.parallel.pipeline_parallel_size,

@@ -8,13 +8,14 @@ client, so it is checked here and proven by digests later.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
 from kvferry.protocol.messages import TransferRef
 
 VERSION = 1
+MODE_XARG = "kvferry_mode"
 REASON_CHARS = 500
 """A reason that came through a client is cut to this length."""
 
@@ -24,9 +25,10 @@ class BadParams(ValueError):
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """What a producer offers and a consumer is handed.
+    """What a producer offers and a consumer is handed, or is to be had under a name that a router chose.
 
-    block_ids: per KV cache group, by token position; 0 is vLLM's null block. num_tokens: how many are covered.
+    block_ids: per KV cache group, by token position; 0 is vLLM's null block; no group at all where the router sent both
+    legs at once. num_tokens: how many are covered.
     """
 
     ref: TransferRef
@@ -75,6 +77,23 @@ def wants_remote_decode(params: object) -> bool:
 def wants_remote_prefill(params: object) -> bool:
     """Second leg: this request's KV is to be fetched from another engine."""
     return isinstance(params, Mapping) and params.get("do_remote_prefill") is True
+
+
+Mode: TypeAlias = Literal["read", "write"]
+
+
+def asked_mode(params: Mapping[str, Any], xargs: Mapping[str, Any] | None) -> Mode | None:
+    """How the request itself wants its KV: `mode` in kv_transfer_params, or `kvferry_mode` in vllm_xargs, which routers
+    leave alone. None if it does not say. Raises BadParams."""
+    for name, given in (
+        ("kv_transfer_params.mode", params.get("mode")),
+        (f"vllm_xargs.{MODE_XARG}", (xargs or {}).get(MODE_XARG)),
+    ):
+        if given == "read" or given == "write":
+            return given
+        if given is not None:
+            raise BadParams(f"{name} is {str(given)[:40]!r}, must be 'read' or 'write'")
+    return None
 
 
 def to_params(offer: Offer, *, request_id: str, tp_size: int, pp_size: int, dcp_size: int = 1) -> dict[str, Any]:

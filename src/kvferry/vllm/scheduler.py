@@ -20,6 +20,7 @@ from kvferry.vllm import specs
 from kvferry.vllm.config import Config
 from kvferry.vllm.core import Core
 from kvferry.vllm.digests import model_identity
+from kvferry.vllm.discovery import announcer
 from kvferry.vllm.fetches import Fetches
 from kvferry.vllm.groups import backoff_tokens, groups
 from kvferry.vllm.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -45,7 +47,10 @@ class SchedulerSide:
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config) -> None:
         specs.group_kinds(kv_cache_config)  # refuses, by name, what can't be moved
         transfer = vllm_config.kv_transfer_config
-        endpoint = open_endpoint(config, config.port)
+        # Each data-parallel rank is an engine of its own, perhaps on one host with others.
+        port = config.port and config.port + vllm_config.parallel_config.data_parallel_index
+        endpoint = open_endpoint(config, port)
+        self._announcer = announcer(config, vllm_config, endpoint.address)
         self._agent = EngineAgent(transfer.engine_id, secrets.token_hex(16), endpoint, config.leases())
         self._agent.start()
         self._core = Core(
@@ -63,6 +68,7 @@ class SchedulerSide:
         self._is_consumer: bool = transfer.is_kv_consumer
         self._handshake: HandshakeMetadata | None = None
         self._worker_records: dict[int, bytes] = {}
+        self._announced = False
         self._closing = False
         self._watching_signals = False
         logger.info("kvferry: engine %s serves its rendezvous on %s", transfer.engine_id, endpoint.address)
@@ -113,6 +119,9 @@ class SchedulerSide:
                 workers=tuple(workers),
             )
         )
+        if self._announcer is not None and not self._announced:
+            self._announced = True
+            self._announcer.start()
 
     # Hooks.
 
@@ -132,10 +141,19 @@ class SchedulerSide:
         self.drain()
         self.fetches.update_state_after_alloc(request, blocks, num_external_tokens)
 
-    def build_connector_meta(self) -> StepMetadata:
+    def build_connector_meta(self, scheduled: SchedulerOutput) -> StepMetadata:
         self.drain()
         agent = self._agent
-        return StepMetadata(agent.engine_id, agent.incarnation, agent.endpoint.address, *self.fetches.take_work())
+        promises = self.offers.promises
+        return StepMetadata(
+            agent.engine_id,
+            agent.incarnation,
+            agent.endpoint.address,
+            agent.home,
+            *self.fetches.take_work(),
+            promises.steps(scheduled),
+            promises.take_over(),
+        )
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         self.drain()
@@ -188,6 +206,7 @@ class SchedulerSide:
         self.stats.count_hold(ended.outcome)
         if ended.outcome in ("expired", "lapsed"):
             logger.warning("kvferry: transfer %s: %s", ended.ref.transfer_id, ended.detail)
+        self.offers.promises.ended(ended.ref)
         return self._core.ledger.release(ended.ref)
 
     # Figures and the end.
@@ -222,4 +241,6 @@ class SchedulerSide:
             logger.info("kvferry: no SIGTERM handler outside the main thread; holds do not outlast this process")
 
     def shutdown(self) -> None:
+        if self._announcer is not None:
+            self._announcer.stop()
         self._agent.stop()

@@ -19,7 +19,7 @@ def open_endpoint(config: Config, port: int) -> Endpoint:
     """A control endpoint on the advertised host. Raises AddressError or SecurityError, which say what to set."""
     host = advertised_host(config.host_ip, os.environ)
     security = Security.choose(host, load_secret(config.secret, os.environ), config.allow_open)
-    limits = Limits(heartbeat_s=config.silence_s / 3)
+    limits = Limits(heartbeat_s=config.silence_s / 3, handshake_s=config.handshake_s)
     return Endpoint(host, security, AllowedRanges(config.allowed_peers), port, limits=limits)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -23,6 +23,17 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
+
+
+def device_event(device: torch.device) -> Callable[[], bool] | None:
+    """Asks whether the device has done what was launched so far; None on a CPU, which has."""
+    if device.type == "cpu":
+        return None
+    import torch
+
+    event = torch.Event(device)
+    event.record()
+    return event.query
 
 
 class WorkerSide:
@@ -48,6 +59,8 @@ class WorkerSide:
         self._running: dict[str, LoadRequest] = {}
         self._ended: list[LoadResult] = []
         self._new_record: bytes | None = None
+        self._is_identified = False
+        self._computes = False
         self.stats = FerryStats()
 
     # Start-up, sleep and shutdown.
@@ -55,7 +68,8 @@ class WorkerSide:
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Raises what keeps this worker from moving its cache, by name: better at start-up than in traffic."""
         self._kv_caches = dict(kv_caches)
-        port = self._config.worker_port + self._rank if self._config.worker_port else 0
+        place = self._vllm_config.parallel_config.data_parallel_index * self._num_ranks + self._rank
+        port = self._config.worker_port and self._config.worker_port + place
         backends = attention.backends_of(self._vllm_config, self._kv_cache_config)
         agent = WorkerAgent(
             rank=self._rank,
@@ -74,6 +88,7 @@ class WorkerSide:
         )
         agent.start()
         self._agent = agent
+        self._is_identified = False
 
     def unregister_kv_caches(self) -> None:
         """Sleep mode is about to take the cache's memory: nothing may be read from or into it any more."""
@@ -103,13 +118,34 @@ class WorkerSide:
 
     # Each step.
 
+    def begin_step(self, step: StepMetadata) -> None:
+        """Tells the agent what the step computes of transfers that a consumer may want written meanwhile."""
+        self._computes = bool(step.computes)
+        if self._agent is None or not step.engine_id:
+            return
+        if not self._is_identified:
+            self._is_identified = True
+            self._agent.identify(step.engine_id, step.incarnation, step.rendezvous, step.home)
+        if step.computes:
+            self._agent.begin_step(step.computes)
+        if step.over:
+            self._agent.forget_transfers(step.over)
+
+    def computed_layer(self, layer_name: str, kv_layer: torch.Tensor) -> None:
+        if self._computes and self._agent is not None:
+            self._agent.computed_layer(layer_name, device_event(kv_layer.device))
+
+    def end_step(self) -> None:
+        if self._computes and self._agent is not None:
+            self._agent.end_step(device_event(next(iter(self._kv_caches.values())).device))
+        self._computes = False
+
     def start_load_kv(self, step: StepMetadata) -> None:
+        """After the step's new blocks were cleared: what comes from outside may land from here on."""
         for load in step.loads:
             self._running[load.load_id] = load
         if self._agent is None or not self._agent.alive:
             return
-        if step.loads or step.cancels:
-            self._agent.identify(step.engine_id, step.incarnation, step.rendezvous)
         for load in step.loads:
             self._agent.load(load)  # appends to a queue: nothing here can fail halfway
         for load_id, reason in step.cancels:

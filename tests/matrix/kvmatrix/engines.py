@@ -51,7 +51,8 @@ class Engine:
         for rank, (cache, memory) in enumerate(zip(self.caches, self.memory, strict=True)):
             self.workers.append(_worker(self._side, rank, _placed(cache, memory)))
             self.workers[-1].start()
-            self.workers[-1].identify(self.agent.engine_id, self.agent.incarnation, self.agent.endpoint.address)
+            agent = self.agent
+            self.workers[-1].identify(agent.engine_id, agent.incarnation, agent.endpoint.address, agent.home)
         self.agent.set_record(
             EngineRecord(
                 engine_id=self.agent.engine_id,

@@ -1,4 +1,7 @@
-"""Bugs that real connectors have had, planted into the machines. The simulator is worth what it finds of these."""
+"""Bugs that real connectors have had, planted into the machines. The simulator is worth what it finds of these.
+
+Here are those of reading and of the producer's holds; `planted_writes` has those of writing.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from kvferry.protocol.events import Note, Quieted, Report
 from kvferry.protocol.fanin import ReleaseSet
 from kvferry.protocol.hold import ClaimState, Hold, HoldTrigger
 from kvferry.protocol.lease import Leases
-from kvferry.protocol.load import Job
+from kvferry.protocol.load import Job, LoadTrigger
 from kvferry.protocol.loader import Loader
 from kvferry.protocol.parking import Parking
 from kvferry.protocol.producer import ProducerEngine
@@ -33,7 +36,7 @@ def duplicates_count() -> AbstractContextManager[Any]:
         self.count = getattr(self, "count", 0) + (len(self._expected) if ranks is None else len(tuple(ranks)))
         return True
 
-    return _all(
+    return all_of(
         patch.object(ReleaseSet, "add", add),
         patch.object(ReleaseSet, "is_complete", property(lambda self: self.count >= len(self._expected))),
     )
@@ -122,7 +125,7 @@ def parked_for_ever() -> AbstractContextManager[Any]:
 
 def accepted_unasked() -> AbstractContextManager[Any]:
     """Reads that are done are good."""
-    return _all(
+    return all_of(
         patch.object(Job, "is_proven", lambda self, leases: self.done_at is not None),
         patch.object(Loader, "_on_refused", lambda self, refused, now: []),
     )
@@ -139,7 +142,7 @@ def refusal_after_grant_ignored() -> AbstractContextManager[Any]:
     def on_refused(self: Any, refused: Any, now: float) -> list[Any]:
         job = self._asked_by(refused)
         if job is not None and job.granted is not None and job.done_at is not None:
-            return self._accept(job)  # type: ignore[no-any-return]
+            return self._accept(job, LoadTrigger.PROVEN)  # type: ignore[no-any-return]
         return real(self, refused, now)
 
     real = Loader._on_refused
@@ -172,8 +175,8 @@ def called_quiet() -> AbstractContextManager[Any]:
 def quiet_when_told_to_stop() -> AbstractContextManager[Any]:
     """Abandoned reads are taken for ended ones."""
 
-    def fail(self: Any, job: Any, trigger: Any, reason: str, outcome: Any) -> list[Any]:
-        actions = real(self, job, trigger, reason, outcome)
+    def fail(self: Any, job: Any, *args: Any) -> list[Any]:
+        actions = real(self, job, *args)
         return [*actions, Quieted(job.load.load_id)] if job.is_reported else actions
 
     real = Loader._fail
@@ -195,9 +198,9 @@ def refusal_unreported() -> AbstractContextManager[Any]:
 def reported_twice() -> AbstractContextManager[Any]:
     """A failed read is reported again for a load that was given up."""
 
-    def on_reads_failed(self: Any, job: Any, reason: str) -> list[Any]:
+    def on_reads_failed(self: Any, job: Any, reason: str, now: float) -> list[Any]:
         extra = [Report(job.load.load_id, False, reason, False)] if job.is_reported else []
-        return real(self, job, reason) + extra
+        return real(self, job, reason, now) + extra
 
     real = Loader._on_reads_failed
     return patch.object(Loader, "_on_reads_failed", on_reads_failed)
@@ -236,7 +239,7 @@ def release_repeated_for_ever() -> AbstractContextManager[Any]:
     return patch.object(ConsumerEngine, "_release_again", lambda self, use, over, now: self._release(use, over, now))
 
 
-PLANTED: tuple[Planted, ...] = (
+READS: tuple[Planted, ...] = (
     any_rank_frees,
     duplicates_count,
     first_claim_is_all,
@@ -265,7 +268,7 @@ PLANTED: tuple[Planted, ...] = (
 )
 
 
-def _admit_whatever(hold: Hold, claim_id: str, num_ranks: int, **_: Any) -> Any:
+def _admit_whatever(hold: Hold, claim_id: str, num_ranks: int, now: float, **_: Any) -> Any:
     return hold.claims.get(claim_id) or hold.open_claim(claim_id, num_ranks)
 
 
@@ -277,7 +280,7 @@ def _reports(change: Callable[[Report], Report]) -> AbstractContextManager[Any]:
     return patch.object(Loader, "_fail", fail)
 
 
-class _all(AbstractContextManager[Any]):
+class all_of(AbstractContextManager[Any]):
     """Several patches at once."""
 
     def __init__(self, *patches: Any) -> None:

@@ -3,93 +3,108 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from random import Random
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from kvferry.protocol.digest import blocks_digest, prompt_digest
-from kvferry.protocol.lease import Leases
-from kvferry.protocol.messages import Claim, Grant, Message, Refused, Release, Renew, Renewed, RenewEntry, TransferRef
+from kvferry.protocol.digest import blocks_digest
+from kvferry.protocol.landings import MAX_CLOSED
+from kvferry.protocol.messages import (
+    CancelWrite,
+    Claim,
+    CloseWrite,
+    Failed,
+    Grant,
+    Landing,
+    Message,
+    Refused,
+    Release,
+    RemoteBlocks,
+    Renew,
+    Renewed,
+    RenewEntry,
+    TransferRef,
+    WriteOpened,
+)
 from kvferry.protocol.producer import Closing, FreeHold, Held, Note, ProducerEngine, Received, Send, Void
+from kvsim.prefill import Compute, Prefill
+from kvsim.prompts import (
+    LAYERS,
+    TOKENS_PER_BLOCK,
+    TOPOLOGY,
+    ClaimTruth,
+    HoldTruth,
+    Params,
+    Place,
+    RealClaim,
+    Setting,
+    content_of,
+    digest_of,
+)
 from kvsim.world import EPSILON_S, Driver, Link, Process, World, check
+from kvsim.writes import ProducerWorker
 
-TOPOLOGY = b"topology of all!"
-TOKENS_PER_BLOCK = 4
+if TYPE_CHECKING:
+    from kvsim.consumer import Consumer
 
-
-def digest_of(prompt: str, num_blocks: int) -> bytes:
-    tokens = [ord(letter) for letter in prompt.ljust(num_blocks * TOKENS_PER_BLOCK)]
-    return prompt_digest(tokens, model="m", lora="", cache_salt="", mm_hashes=(), weights_epoch="")
-
-
-@dataclass(frozen=True)
-class Params:
-    """What a client carries from the first leg to the second."""
-
-    ref: TransferRef
-    address: str
-    prompt: str
-    blocks: tuple[int, ...]
-
-
-class RealClaim(NamedTuple):
-    ref: TransferRef
-    num_ranks: int
-
-
-@dataclass
-class ClaimTruth:
-    """What the producer has promised to a claim, and what it was told.
-
-    granted_until: on its own clock; proof_until: of those that a rank may trust. is_disowned: its reader was refused
-    for what it wants. released: ranks whose release came; is_final: all of them while the hold was
-    known. What came earlier is parked, and may be answered behind a renewal that is parked as well.
-    """
-
-    num_ranks: int
-    granted_until: float = float("-inf")
-    proof_until: float = float("-inf")
-    is_disowned: bool = False
-    released: set[int] = field(default_factory=set)
-    is_final: bool = False
-
-    @property
-    def is_promised(self) -> bool:
-        """Granted once, and not released since."""
-        return self.granted_until > float("-inf") and len(self.released) < self.num_ranks
-
-
-@dataclass
-class HoldTruth:
-    """told_at: when the machine heard of it, on the producer's clock."""
-
-    params: Params
-    claims: dict[str, ClaimTruth]
-    told_at: float | None = None
+Key: TypeAlias = tuple[str, int]
+"""Transfer id, generation; 0 where the id is a router's."""
 
 
 class Producer(Process):
-    def __init__(self, world: World, name: str, leases: Leases, claims: dict[str, RealClaim]) -> None:
-        """claims: by id, every claim that a consumer really made; filled by the consumers."""
+    """The scheduler's process; its workers live and die with it."""
+
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        setting: Setting,
+        num_ranks: int,
+        claims: dict[str, RealClaim],
+        servers: dict[str, Any],
+        consumers: dict[str, Consumer],
+    ) -> None:
+        """claims: by id, every claim that a consumer really made; filled by the consumers. servers: by address, whoever
+        takes messages there; consumers: by the address of their rendezvous."""
         super().__init__(world, name)
-        self.leases = leases
+        self.setting, self.leases = setting, setting.leases
         self.address = f"tcp://{name}"
-        self.claims = claims
+        self.claims, self.servers, self.consumers = claims, servers, consumers
         self.outcomes: Counter[str] = Counter()
         self.notes: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
         self._rng = world.rng(f"producer {name}")
-        self.start()
+        servers[self.address] = self
+        self.workers: list[ProducerWorker] = []
+        self._start_scheduler()
+        self.workers += [ProducerWorker(self, rank) for rank in range(num_ranks)]
 
-    def start(self) -> None:
+    def _start_scheduler(self) -> None:
         self.revive()
         self.incarnation = f"{self.name}-life{self.life}"
         self.engine = ProducerEngine(self.name, self.incarnation, self.leases)
         self.driver = Driver(self, self.engine, self._act)
-        self.memory: dict[int, str] = dict.fromkeys(range(16), "junk")
-        self.free = list(self.memory)
-        self.holds: dict[tuple[str, int], HoldTruth] = {}
-        self._claims_on: dict[tuple[str, int], dict[str, ClaimTruth]] = defaultdict(dict)
+        blocks = range(16)
+        self.memory: dict[Place, str] = {(block, layer): "junk" for block in blocks for layer in range(LAYERS)}
+        self.free = list(blocks)
+        self.holds: dict[Key, HoldTruth] = {}
+        self.opened: set[Landing] = set()
+        self.closed: set[Landing] = set()
+        self._routers_ids: dict[str, Key] = {}
+        self._claims_on: dict[Key, dict[str, ClaimTruth]] = defaultdict(dict)
+
+    def crash_all(self) -> None:
+        for process in (self, *self.workers):
+            process.crash()
+        addresses = [worker.address for worker in self.workers]
+        for consumer in self.consumers.values():
+            for worker in consumer.workers:
+                worker.hear_of_crash(addresses)
+
+    def start_all(self) -> None:
+        self._start_scheduler()
+        for worker in self.workers:
+            worker.start()
 
     # What the engine does
 
@@ -99,19 +114,37 @@ class Producer(Process):
             return None
         blocks = tuple(self.free.pop() for _ in range(num_blocks))
         for index, block in enumerate(blocks):
-            self.memory[block] = f"{prompt}/{index}"
+            for layer in range(LAYERS):
+                self.memory[block, layer] = content_of(prompt, (index, layer))
         ref = TransferRef(self.name, self.incarnation, transfer_id, generation)
-        params = Params(ref, self.address, prompt, blocks)
-        self.holds[transfer_id, generation] = HoldTruth(params, self._claims_on[transfer_id, generation])
-        offer = Held(
-            ref, num_blocks * TOKENS_PER_BLOCK, digest_of(prompt, num_blocks), blocks_digest([blocks]), TOPOLOGY
-        )
-        self.later(self._rng.uniform(0.0, 0.02), lambda: self._tell(offer))
-        return params
+        key = (transfer_id, generation)
+        self.holds[key] = HoldTruth(self._claims_on[key], list(blocks))
+        num_tokens, digest = num_blocks * TOKENS_PER_BLOCK, digest_of(prompt, num_blocks)
+        offer = Held(ref, num_tokens, digest, blocks_digest([blocks]), TOPOLOGY, (blocks,))
+        self.later(self._rng.uniform(0.0, 0.02), lambda: self.tell(offer))
+        return Params(ref, self.address, prompt, num_blocks, blocks)
 
-    def _tell(self, offer: Held) -> None:
+    def tell(self, offer: Held) -> None:
         self.holds[offer.ref.transfer_id, offer.ref.generation].told_at = self.clock()
         self.driver.feed(offer)
+
+    def compute(self, routers_id: str, prompt: str, num_blocks: int, compute: Compute) -> None:
+        """A first leg of which the router has told the consumer already."""
+        self.do(lambda: Prefill(self, routers_id, prompt, num_blocks, compute))
+
+    def promise(self, ref: TransferRef, routers_id: str) -> HoldTruth:
+        key = (ref.transfer_id, ref.generation)
+        if routers_id:
+            self._routers_ids[routers_id] = key
+        claims = self._claims_on[routers_id, 0] if routers_id else {}
+        self.holds[key] = HoldTruth(claims, [])
+        return self.holds[key]
+
+    def give_back(self, blocks: Iterable[int], content: str) -> None:
+        for block in blocks:
+            for layer in range(LAYERS):
+                self.memory[block, layer] = content
+            self.free.append(block)
 
     def void(self) -> None:
         self.do(lambda: self.driver.feed(Void("the prefix cache is reset")))
@@ -127,23 +160,35 @@ class Producer(Process):
     def _receive(self, link: Link, message: Message) -> None:
         if isinstance(message, Release):
             self._learn_release(message)
+        elif isinstance(message, CloseWrite):
+            self.closed.add(message.landing)
         self.driver.feed(Received(link, message))
 
     def _learn_release(self, release: Release) -> None:
-        ref, real = release.ref, self.claims.get(release.claim_id)
+        key, real = self._key(release.ref), self.claims.get(release.claim_id)
         num_ranks = release.num_ranks if real is None else real.num_ranks
-        if ref.incarnation != self.incarnation or release.num_ranks != num_ranks or num_ranks < 1:
+        if key is None or release.num_ranks != num_ranks or num_ranks < 1:
             return
         ranks = range(num_ranks) if release.ranks is None else release.ranks
         if all(0 <= rank < num_ranks for rank in ranks):
-            claims = self._claims_on[ref.transfer_id, ref.generation]
+            hold = self._hold_of(release.ref)
+            claims = self._claims_on[key] if hold is None else hold.claims
             claim = claims.setdefault(release.claim_id, ClaimTruth(num_ranks))
             claim.released.update(ranks)
-            hold = self._hold_of(ref)
-            claim.is_final = hold is not None and hold.told_at is not None and len(claim.released) == num_ranks
+            if hold is not None and (release.ref.is_routers or hold.told_at is not None):
+                claim.in_time.update(ranks)
+
+    def _key(self, ref: TransferRef) -> Key | None:
+        """None: meant for another life."""
+        if ref.is_routers:
+            return (ref.transfer_id, 0)
+        return (ref.transfer_id, ref.generation) if ref.incarnation == self.incarnation else None
 
     def _hold_of(self, ref: TransferRef) -> HoldTruth | None:
-        return self.holds.get((ref.transfer_id, ref.generation)) if ref.incarnation == self.incarnation else None
+        key = self._key(ref)
+        if key is not None and ref.is_routers:
+            key = self._routers_ids.get(ref.transfer_id)
+        return None if key is None else self.holds.get(key)
 
     # What the machine says
 
@@ -164,10 +209,21 @@ class Producer(Process):
             for entry in message.entries:
                 if entry.held:
                     self._promise(entry.claim_id, entry.lease_s)
+        elif isinstance(message, WriteOpened):
+            self._check_opened(message)
         elif isinstance(message, Refused):
             self.refusals[message.reason] += 1
             if message.reason in ("digest", "blocks", "topology") and "ranks" not in message.detail:
                 self._disown(message.claim_id)
+
+    def _check_opened(self, opened: WriteOpened) -> None:
+        landing = opened.landing
+        check(landing not in self.closed, "rule 6", f"{landing} is opened again")
+        hold = self._granted(landing.claim_id)
+        hold.was_written = True
+        self.opened.add(landing)
+        is_held = hold.told_at is not None
+        check(bool(opened.block_ids) == is_held, "rule 3", f"{landing} is opened with {opened.block_ids}")
 
     def _disown(self, claim_id: str) -> None:
         real = self.claims.get(claim_id)
@@ -177,15 +233,20 @@ class Producer(Process):
             claim.granted_until = claim.proof_until
             claim.is_disowned = True
 
-    def _promise(self, claim_id: str, lease_s: float) -> ClaimTruth:
+    def _granted(self, claim_id: str) -> HoldTruth:
+        """What the claim is granted. It must be held, or promised, and the claim neither released nor refused."""
         real = self.claims[claim_id]
         hold = self._hold_of(real.ref)
         check(hold is not None, "rule 3", f"claim {claim_id} is granted, nothing is held for it")
         assert hold is not None
-        check(lease_s > 0, "rule 2", f"claim {claim_id} is granted {lease_s} s")
         claim = hold.claims.setdefault(claim_id, ClaimTruth(real.num_ranks))
         check(not claim.is_final, "rule 3", f"claim {claim_id} is granted after its release")
         check(not claim.is_disowned, "rule 5", f"claim {claim_id} is granted after it was refused")
+        return hold
+
+    def _promise(self, claim_id: str, lease_s: float) -> ClaimTruth:
+        check(lease_s > 0, "rule 2", f"claim {claim_id} is granted {lease_s} s")
+        claim = self._granted(claim_id).claims[claim_id]
         claim.granted_until = max(claim.granted_until, self.clock() + lease_s)
         return claim
 
@@ -194,15 +255,23 @@ class Producer(Process):
         hold = self.holds.pop(key, None)
         check(hold is not None, "rule 1", f"{key} is freed twice, or was never held")
         assert hold is not None
-        check(hold.told_at is not None, "rule 1", f"{key} is freed before the machine knew it")
-        self._check_free(key, hold, freed)
+        writing = [worker.name for worker in self.workers if worker.is_writing(key)]
+        check(not writing, "rule 1", f"{key} is freed while {writing} may write from it")
+        if freed.outcome == "failed":
+            check(hold.is_dropped, "rule 1", f"{key} is called failed, and its request was not dropped")
+        else:
+            self._check_free(key, hold, freed)
         self.outcomes[freed.outcome] += 1
-        for block in hold.params.blocks:
-            self.memory[block] = f"what came after {key}"
-            self.free.append(block)
+        self.give_back(hold.blocks, f"what came after {key}")
+        for routers_id in [name for name, named in self._routers_ids.items() if named == key]:
+            del self._routers_ids[routers_id], self._claims_on[routers_id, 0]
+        for worker in self.workers:
+            worker.forget(freed.ref.transfer_id)
 
-    def _check_free(self, key: tuple[str, int], hold: HoldTruth, freed: FreeHold) -> None:
+    def _check_free(self, key: Key, hold: HoldTruth, freed: FreeHold) -> None:
         now = self.clock()
+        check(hold.told_at is not None, "rule 1", f"{key} is freed before the machine knew it")
+        assert hold.told_at is not None
         promised = {name: claim for name, claim in hold.claims.items() if claim.is_promised}
         for name, claim in promised.items():
             check(
@@ -216,28 +285,33 @@ class Producer(Process):
         if freed.outcome != "lapsed":
             promised = {name: claim for name, claim in promised.items() if not claim.is_disowned}
             check(not promised, "rule 3", f"{key} is called {freed.outcome}, {sorted(promised)} are not released")
-        assert hold.told_at is not None
-        limit_s = self.leases.longest_hold_s if hold.claims else self.leases.first_hold_s
-        latest = max(hold.told_at + limit_s, self.resumed_at)
-        check(now <= latest + EPSILON_S, "deadline", f"{key} was held for {now - hold.told_at:.3f} s")
+        if not hold.was_written:
+            limit_s = self.leases.longest_hold_s if hold.claims else self.leases.first_hold_s
+            latest = max(hold.told_at + limit_s, self.resumed_at)
+            check(now <= latest + EPSILON_S, "deadline", f"{key} was held for {now - hold.told_at:.3f} s")
 
     def check_end(self) -> None:
         if not self.is_alive:
             return
         check(not self.holds, "leak", f"{self.name} still holds {sorted(self.holds)}")
-        check(len(self.free) == len(self.memory), "leak", f"{self.name} has {len(self.free)} free blocks")
-        engine = self.engine
+        check(len(set(self.free)) == 16 == len(self.free), "leak", f"{self.name} has {len(self.free)} free blocks")
+        engine, most = self.engine, self.leases.max_remembered
         check(engine.num_holds == 0, "leak", f"{engine.num_holds} holds in the machine")
         check(engine.num_parked == 0, "leak", f"{engine.num_parked} messages parked")
         check(not engine._holds and not engine._parking._lots, "leak", "empty dicts are kept in the producer")
-        check(len(engine._past) <= self.leases.max_remembered, "leak", f"{len(engine._past)} holds are remembered")
+        check(len(engine._past) <= most, "leak", f"{len(engine._past)} holds are remembered")
+        check(len(engine._routers_ids) <= len(engine._past), "leak", f"names of nothing: {engine._routers_ids}")
+        check(len(engine._closed) <= MAX_CLOSED, "leak", f"{len(engine._closed)} landings are remembered")
         check(engine.next_deadline() is None, "leak", "the producer still waits for something")
+        for worker in self.workers:
+            worker.check_end()
 
 
 def noise(rng: Random, params: Params, claim_id: str) -> Message:
     """A message that no honest consumer sends: wrong ranks, another prompt, or nothing for a producer to answer."""
     ref, digest = params.ref, digest_of("another prompt", 1)
     rank, num_ranks = rng.choice([(7, 3), (8, 8), (0, 99), (0, 0)])
+    landing = Landing(claim_id, "noise", 0, 0)
     return rng.choice(
         [
             Release(ref, claim_id, "x", "x", 1, rng.choice([(0, 1), (98,), (99,), ()]), num_ranks, "done", ""),
@@ -246,5 +320,33 @@ def noise(rng: Random, params: Params, claim_id: str) -> Message:
             Renew("x", "x", 1, (RenewEntry(ref, claim_id, num_ranks),)),
             Grant(claim_id, 0, 1, 1, 86_400.0),
             Renewed(1, ()),
+            Failed(landing, "noise", quiet=True),
+            WriteOpened(landing, 1, params.ref.transfer_id, ()),
         ]
+    )
+
+
+def noise_to_writer(rng: Random, params: Params, claim_id: str, worker: ProducerWorker, consumer: Consumer) -> Message:
+    """An order for another prompt or wrong ranks, or a cancel of what was never ordered."""
+    rank, num_ranks = rng.choice([(0, 1), (7, 3), (0, 0), (0, 99)])
+    landing = Landing(claim_id, f"noise {rng.random()}", rank, rng.choice([worker.rank, 99]))
+    incarnation = rng.choice([worker.producer.incarnation, "an earlier life"])
+    if rng.random() < 0.5:
+        return CancelWrite(landing, params.ref, incarnation, num_ranks)
+    return RemoteBlocks(
+        landing=landing,
+        ref=params.ref,
+        producer_incarnation=incarnation,
+        engine_id=consumer.name,
+        incarnation=consumer.incarnation,
+        address=consumer.address,
+        key_id="",
+        num_ranks=num_ranks,
+        num_tokens=TOKENS_PER_BLOCK,
+        digest=digest_of("another prompt", 1),
+        topology_digest=TOPOLOGY,
+        first_token=0,
+        end_token=TOKENS_PER_BLOCK,
+        window_starts=(),
+        block_ids=((0,),),
     )

@@ -139,7 +139,13 @@ class Driver:
         world.num_events += 1
         check(world.num_events < MAX_EVENTS, "rest", f"{self._process.name} never comes to rest")
         world.log(self._process.name, event)
-        for action in self._machine.handle(event, now):
+        actions = self._machine.handle(event, now)
+        if isinstance(event, Tick):
+            deadline = self._machine.next_deadline()
+            check(
+                deadline is None or deadline > now, "rest", f"{self._process.name} asks for a tick at {deadline}, again"
+            )
+        for action in actions:
             world.log(self._process.name, action, "  -> ")
             self._act(action)
         self._arm()
@@ -168,7 +174,10 @@ class Driver:
 
 @dataclass(frozen=True)
 class Weather:
-    """What the network does. loss, duplication, slow: probabilities per message; slow_s: the longest slow delay."""
+    """What the network does. loss, duplication, slow: probabilities per message; slow_s: the longest slow delay.
+
+    ends_at: after which nothing is lost, so that what is asked again and again is answered.
+    """
 
     loss: float = 0.0
     duplication: float = 0.0
@@ -176,6 +185,7 @@ class Weather:
     slow_s: float = 0.0
     is_fifo: bool = True
     delay_s: tuple[float, float] = (0.005, 0.010)
+    ends_at: float = float("inf")
 
 
 class Server(Protocol):
@@ -213,7 +223,8 @@ class Link:
 
     def _send(self, way: str, message: Message, arrive: Callable[[Message], None]) -> None:
         world, weather, rng = self.client.world, self.weather, self.rng
-        if world.now < self.cut_until or rng.random() < weather.loss:
+        is_lost = rng.random() < weather.loss and world.now < weather.ends_at
+        if world.now < self.cut_until or is_lost:
             world.log("network", message, f"loses {way}: ")
             return
         copies = 2 if rng.random() < weather.duplication else 1

@@ -124,10 +124,9 @@ class _Alternatives:
         room = max(num_tokens, *(longest_block(engine) for engine in (self.found.consumer, self.found.producer)))
         try:
             engines = self.make("consumer", change.consumer, room), self.make("producer", change.producer, room)
-            request = scattered(*engines, 0, num_tokens)
+            after = survey(*engines, scattered(*engines, 0, num_tokens), consumer_ranks=(self.rank,))
         except Problem:
             return None
-        after = survey(*engines, request, consumer_ranks=(self.rank,))
         return None if after.refused else after.total
 
 

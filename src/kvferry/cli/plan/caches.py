@@ -44,12 +44,18 @@ def _engine(role: str, model: Model, side: Side, num_tokens: int, least_blocks: 
     size, groups, cut = sizes(model, side), grouped(model.layers), stages(model.num_layers, side)
     kinds = tuple(_cache_group(layers[0].cache, side, size) for layers in groups)
     num_blocks = max(_num_blocks(side, kinds, num_tokens), 0 if side.blocks else least_blocks)
+    _check_cost(model, side, size, num_blocks)
     ranks = []
     for pp_rank, stage in enumerate(cut):
         here = [[layer for layer in group if layer.decoder_layer in stage] for group in groups]
+        if not any(here):
+            raise LayoutError(
+                f"pp {side.pp}: none of the layers {stage.start}-{stage.stop - 1} of stage {pp_rank} has a cache"
+            )
         for tp_rank in range(side.tp):
             layout = _Worker(side, size, tp_rank, num_blocks).layout(here)
-            layouts.check(layout)
+            if tp_rank == 0:  # the others differ from it in what heads and tokens they have, not in how these lie
+                _check(layout, side, size)
             label = f"pp{pp_rank}.tp{tp_rank}" if side.pp > 1 else str(tp_rank)
             ranks.append(Rank(label, tp_rank, side.tp, layout))
     return Engine(
@@ -67,15 +73,46 @@ def _engine(role: str, model: Model, side: Side, num_tokens: int, least_blocks: 
     )
 
 
+MOST_CACHES = 1 << 16
+"""Layers' caches over all ranks of a side."""
+
+MOST_BYTES = 1 << 50
+"""Of the cache of a rank."""
+
+
+def _check(layout: CacheLayout, side: Side, size: Sizes) -> None:
+    """Raises LayoutError, which names what the layout was made of."""
+    try:
+        layouts.check(layout)
+    except LayoutError as error:
+        raise LayoutError(f"layout {side.layout} in blocks of {size.block_tokens:,} tokens: {error}") from None
+
+
+def _check_cost(model: Model, side: Side, size: Sizes, num_blocks: int) -> None:
+    """Raises LayoutError for ranks that would take too long to look at, and for more bytes than there are addresses."""
+    caches = side.tp * len(model.layers)
+    if caches > MOST_CACHES:
+        raise LayoutError(
+            f"tp {side.tp}: {len(model.layers)} layers on so many ranks are {caches:,} caches, at most "
+            f"{MOST_CACHES:,} are understood"
+        )
+    num_bytes = num_blocks * sum(size.page_bytes[layer.cache] for layer in model.layers)
+    if num_bytes > MOST_BYTES:
+        blocks = f"{num_blocks:,} blocks of {size.block_tokens:,} tokens in {len(model.layers)} layers"
+        raise LayoutError(f"{blocks} take {num_bytes:,} bytes, at most {MOST_BYTES:,} are understood")
+
+
 def stages(num_layers: int, side: Side) -> list[range]:
     """The decoder layers of each pipeline stage: as told, or even, where the last but one gets what is left first."""
+    if side.pp > num_layers:
+        raise LayoutError(f"pp {side.pp}: the model has {num_layers} layers")
     cuts = list(side.pp_layers)
     if not cuts:
         cuts = [num_layers // side.pp] * side.pp
         for i in range(2, num_layers % side.pp + 2):
             cuts[-i] += 1
-    if sum(cuts) != num_layers or 0 in cuts:
-        raise LayoutError(f"stages of {'+'.join(map(str, cuts))} layers: the model has {num_layers}")
+    if sum(cuts) != num_layers:
+        raise LayoutError(f"pp_layers {words.brief('+'.join(map(str, cuts)))}: the model has {num_layers} layers")
     return [range(end - size, end) for size, end in zip(cuts, accumulate(cuts), strict=True)]
 
 
@@ -158,18 +195,26 @@ class _Worker:
         block_bytes = max(sum(self.size.page_bytes[layer.cache] for layer in layers) for layers in groups)
         made: list[Layer] = []
         for number, layers in enumerate(groups):
-            for position, layer in enumerate(layers):
-                shape, item_bytes = self._shape(layer.cache)
-                strides, layer_stride = layouts.physical_strides(order, shape, len(layers), item_bytes)
-                if order.startswith("B"):  # a group with fewer layers leaves the rest of the block empty
-                    strides = (block_bytes, *strides[1:])
-                place = _Place(number, 0, position * layer_stride)
-                if isinstance(layer.cache, Recurrent):
-                    made += self._state(layer.name, layer.cache, place, strides[0])
-                else:
-                    fields = self._fields(layer.cache, shape, strides)
-                    made.append(self._attention(layer.name, layer.cache, place, fields))
+            if layers:
+                made += self._of_group(order, number, layers, block_bytes)
         return CacheLayout((Region(0, block_bytes * self.num_blocks),), tuple(made))
+
+    def _of_group(self, order: str, number: int, layers: Sequence[CachedLayer], block_bytes: int) -> Iterator[Layer]:
+        """Layers with one and the same cache, which differ only in where they begin."""
+        cache = layers[0].cache
+        shape, item_bytes = self._shape(cache)
+        strides, layer_stride = layouts.physical_strides(order, shape, len(layers), item_bytes)
+        if order.startswith("B"):  # a group with fewer layers leaves the rest of the block empty
+            strides = (block_bytes, *strides[1:])
+        places = [(layer.name, _Place(number, 0, index * layer_stride)) for index, layer in enumerate(layers)]
+        if isinstance(cache, Recurrent):
+            parts = self._parts(cache, strides[0])
+            for name, place in places:
+                yield from self._state(name, parts, place)
+        else:
+            fields = self._fields(cache, shape, strides)
+            for name, place in places:
+                yield self._attention(name, cache, place, fields)
 
     def _shape(self, cache: Cache) -> tuple[tuple[int, int, int, int], int]:
         """vLLM's logical view [B, H, N, C], and the bytes of an element; a state is a row of bytes."""
@@ -193,11 +238,14 @@ class _Worker:
         tokens = self.size.block_tokens * self.side.dcp
         return Layer(name, *place, self.num_blocks, tokens, dtype, heads, fields, context)
 
-    def _state(self, name: str, cache: Recurrent, place: _Place, slot_stride_bytes: int) -> Iterator[Layer]:
-        """Each part of a state is a layer of its own."""
-        spec = state_spec(cache, self.side, self.size.dtype)
+    def _parts(self, cache: Recurrent, slot_stride_bytes: int) -> tuple[states.Part, ...]:
+        spec = state_spec(cache, self.side, self.size.state_dtype)
         rank = states.Rank(self.tp_rank, self.side.tp, cache.groups, steps_outermost=self.side.conv == "SD")
-        for part in states.parts(spec, rank, slot_stride_bytes):
+        return states.parts(spec, rank, slot_stride_bytes)
+
+    def _state(self, name: str, parts: Sequence[states.Part], place: _Place) -> Iterator[Layer]:
+        """Each part of a state is a layer of its own."""
+        for part in parts:
             yield Layer(
                 f"{name}/{part.name}",
                 *place,

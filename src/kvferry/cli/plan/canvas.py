@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Literal
 
+from kvferry.protocol import messages
+
 INK, FAINT, LINE, PAPER, PANEL = "#1f2933", "#5f6b7a", "#c3cad3", "#ffffff", "#f6f7f9"
 GREEN, RED, AMBER = "#2f7d4f", "#b3261e", "#8a5a00"
 RED_PAPER, AMBER_PAPER = "#fdecea", "#fff4dc"
@@ -14,6 +16,11 @@ Anchor = Literal["start", "middle", "end"]
 
 _LETTER = 0.62
 """Width of a letter in units of its size: an upper bound for the mean over a text in usual fonts."""
+
+
+def _escaped(text: str) -> str:
+    """XML has no way to write what does not print."""
+    return escape(messages.shorten(text))
 
 
 def width(text: str, size: float) -> float:
@@ -75,7 +82,7 @@ class Canvas:
         shape = f'x="{x:.1f}" y="{y:.1f}" width="{w:.2f}" height="{h:.1f}" fill="{fill}" stroke="{stroke}"'
         corner = f' rx="{radius:g}"' if radius else ""
         self._parts.append(
-            f"<rect {shape}{corner}><title>{escape(title)}</title></rect>" if title else f"<rect {shape}{corner}/>"
+            f"<rect {shape}{corner}><title>{_escaped(title)}</title></rect>" if title else f"<rect {shape}{corner}/>"
         )
 
     def text(
@@ -95,7 +102,7 @@ class Canvas:
         weight = ' font-weight="600"' if bold else ""
         place = f' text-anchor="{anchor}"' if anchor != "start" else ""
         self._parts.append(
-            f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size:g}" fill="{fill}"{weight}{place}>{escape(shown)}</text>'
+            f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size:g}" fill="{fill}"{weight}{place}>{_escaped(shown)}</text>'
         )
 
     def lines(self, x: float, y: float, lines: Iterable[str], size: float = 13, *, fill: str = INK) -> float:

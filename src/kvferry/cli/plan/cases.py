@@ -7,86 +7,217 @@ producers' ranks, perhaps tables (one list of block ids for each KV cache group)
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from kvferry import layout as layouts
 from kvferry.cli.errors import Problem
+from kvferry.cli.plan import words
 from kvferry.cli.plan.engines import CacheGroup, Engine, Rank
+from kvferry.cli.plan.files import read_json
+from kvferry.cli.plan.requests import MOST_TOKENS
+from kvferry.cli.plan.sides import MOST_RANKS
 from kvferry.layout import CacheLayout, Channels, Context, Field, Heads, Layer, LayoutError, Region
 from kvferry.plan import BlockTable
 
-BUILDERS = (
-    "separated",
-    "interleaved",
-    "key_only",
-    "fused",
-    "cpu_tiles",
-    "opaque_tiles",
-    "opaque_cells",
-    "state",
-)
+# Above anything that is served, and low enough that what is made of it stays small.
+MOST_GROUPS = MOST_HEADS = 4096
+
+Count = Annotated[int, Meta(ge=1, le=1 << 40)]
+Bytes = Annotated[int, Meta(ge=0, le=1 << 56)]
+Rank0 = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]
+NumRanks = Annotated[int, Meta(ge=1, le=MOST_RANKS)]
+Head = Annotated[int, Meta(ge=0, lt=MOST_HEADS)]
+NumHeads = Annotated[int, Meta(ge=1, le=MOST_HEADS)]
+Token = Annotated[int, Meta(ge=0, le=MOST_TOKENS)]
+Text = Annotated[str, Meta(max_length=200)]
+Four = tuple[Count, Count, Count, Count]
+FourBytes = tuple[Bytes, Bytes, Bytes, Bytes]
+BlockId = Annotated[int, Meta(gt=-(1 << 40), lt=1 << 40)]
+Tables = Annotated[list[list[BlockId]], Meta(max_length=MOST_GROUPS)]
+"""Block ids of a request by KV cache group; -1 where there is no block."""
+
+BlockIds = tuple[list[list[int]], list[list[int]]]
+"""The consumer's and the producer's."""
 
 
-def cache(data: Mapping[str, Any], order: Sequence[int] | None = None) -> CacheLayout:
+class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a person wrote; its texts are printed, so they must be printable."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            text = getattr(self, name)
+            if isinstance(text, str) and not text.isprintable():
+                raise ValueError(f"{name} {words.value(text)} has characters that do not print")
+
+
+class _Planes(_Strict, frozen=True):
+    num_blocks: Count
+    block_size: Count
+    num_heads: Count
+    head_size: Count
+    itemsize: Count
+    head_major: bool = False
+
+
+class _KeyOnly(_Strict, frozen=True):
+    block_size: Count
+    content_bytes: Count
+    block_stride_bytes: Bytes | None = None
+
+
+class _Fused(_Strict, frozen=True):
+    shape: Four
+    strides_bytes: FourBytes
+    head_size: Count
+    head_size_v: Bytes
+    itemsize: Count
+
+
+class _CpuTiles(_Strict, frozen=True):
+    shape: Four
+    strides_bytes: FourBytes
+    head_size: Count
+    itemsize: Count
+
+
+class _Opaque(_Strict, frozen=True):
+    shape: Four
+    strides_bytes: FourBytes
+    tag: Text
+
+
+class _Channels(_Strict, frozen=True):
+    num_shards: Count
+    num_channels: Count
+    num_steps: Count = 1
+    first_channel: Bytes = 0
+    steps_outermost: bool = False
+    all_channels: Bytes = 0
+
+
+class _State(_Strict, frozen=True):
+    name: Text
+    part: _Channels
+    itemsize: Count
+    base_bytes: Bytes
+    slot_stride_bytes: Bytes
+
+
+_ARGUMENTS: dict[str, type[_Strict]] = {
+    "separated": _Planes,
+    "interleaved": _Planes,
+    "key_only": _KeyOnly,
+    "fused": _Fused,
+    "cpu_tiles": _CpuTiles,
+    "opaque_tiles": _Opaque,
+    "opaque_cells": _Opaque,
+    "state": _State,
+}
+"""What each builder takes."""
+
+
+class _Layer(_Strict, frozen=True, rename={"arguments": "with"}):
+    block_size: Count
+    num_blocks: Count
+    build: str
+    arguments: Any
+    kernel_block_size: Count | None = None
+    base: Bytes = 0
+    group: Annotated[int, Meta(ge=0, lt=MOST_GROUPS)] = 0
+    dtype: Text = "bfloat16"
+    heads: tuple[Head, NumHeads, NumHeads] = (0, 1, 1)
+    context: tuple[Rank0, NumRanks, Count] = (0, 1, 1)
+    scales: Text = ""
+
+
+class _Side(_Strict, frozen=True):
+    layers: dict[str, Any]
+
+
+class _Case(msgspec.Struct, frozen=True):
+    """Golden cases have answers as well, under keys that are not read here."""
+
+    consumer: Any
+    producers: Annotated[list[Any], Meta(max_length=MOST_RANKS)]
+    consumer_rank: tuple[Rank0, NumRanks] = (0, 1)
+    consumer_tables: Tables | None = None
+    producer_tables: Tables | None = None
+    tokens: tuple[Token, Token] | None = None
+
+
+Wanted = TypeVar("Wanted", bound=msgspec.Struct)
+
+
+def _typed(where: str, data: Any, wanted: type[Wanted]) -> Wanted:
+    """The data as a struct. Raises LayoutError, which names the key, its value, and what is allowed."""
+    try:
+        return msgspec.convert(data, wanted)
+    except msgspec.ValidationError as error:
+        what = _in_words(data, str(error))
+    except UnicodeEncodeError as error:  # half a character, which JSON can write
+        what = f"{words.value(error.object)} is not Unicode"
+    raise LayoutError(f"{where}: {what}" if where else what)
+
+
+def _in_words(data: Any, error: str) -> str:
+    """What msgspec says is wrong, and the value at the place that it names."""
+    what, _, path = error.partition(" - at `$")
+    what = re.sub(r"^Object missing required field `(.*)`$", r"has no '\1'", what)
+    for key in re.findall(r"\w+", path):
+        data = data[int(key)] if isinstance(data, list) else data[key]
+    return f"{path.strip('.`')} {words.value(data)}: {what}" if path.strip("`") else what
+
+
+def cache(data: Any, order: Sequence[int] | None = None) -> CacheLayout:
     """The layers of a side, in the file's order or in another. Raises LayoutError, which names layer and key."""
-    entries = list(_key("side", data, "layers").items())
+    entries = list(_typed("", data, _Side).layers.items())
     made = [_layer(region, *entries[i]) for region, i in enumerate(order or range(len(entries)))]
     return CacheLayout(tuple(region for region, _ in made), tuple(layer for _, layer in made))
 
 
-def _layer(region: int, name: str, data: Mapping[str, Any]) -> tuple[Region, Layer]:
-    where = f"layer {name}"
-    block_size, num_blocks = _number(where, data, "block_size"), _number(where, data, "num_blocks")
-    fields = _fields(where, data)
-    if "kernel_block_size" in data:
-        fields = layouts.with_kernel_blocks(fields, data["kernel_block_size"], block_size)
-    base = data.get("base", 0)
+def _layer(region: int, name: str, data: Any) -> tuple[Region, Layer]:
+    where = f"layer {words.brief(name)}"
+    if where != f"layer {name}":
+        raise LayoutError(f"{where}: the name is too long, or has characters that do not print")
+    one = _typed(where, data, _Layer)
+    fields = _fields(where, one)
     layer = Layer(
         name=name,
-        group=data.get("group", 0),
+        group=one.group,
         region=region,
-        base_bytes=base,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        dtype=data.get("dtype", "bfloat16"),
-        heads=Heads(*data.get("heads", (0, 1, 1))),
+        base_bytes=one.base,
+        num_blocks=one.num_blocks,
+        block_size=one.block_size,
+        dtype=one.dtype,
+        heads=Heads(*one.heads),
         fields=fields,
-        context=Context(*data.get("context", ())),
-        scales=data.get("scales", ""),
+        context=Context(*one.context),
+        scales=one.scales,
     )
-    return Region(0, base + end_bytes(fields, num_blocks)), layer
+    return Region(0, one.base + end_bytes(fields, one.num_blocks)), layer
 
 
-def _fields(where: str, data: Mapping[str, Any]) -> tuple[Field, ...]:
-    build = _key(where, data, "build")
-    if build not in BUILDERS:
-        raise LayoutError(f"{where}: build {build!r} is none of {', '.join(BUILDERS)}")
-    arguments = _key(where, data, "with")
+def _fields(where: str, layer: _Layer) -> tuple[Field, ...]:
+    if layer.build not in _ARGUMENTS:
+        raise LayoutError(f"{where}: build {words.value(layer.build)} is none of {', '.join(_ARGUMENTS)}")
+    given = _typed(f"{where}: with", layer.arguments, _ARGUMENTS[layer.build])
+    arguments = msgspec.structs.asdict(given)
+    if isinstance(given, _State):
+        arguments["part"] = Channels(**msgspec.structs.asdict(given.part))
     try:
-        if build == "state":
-            arguments = {**arguments, "part": Channels(**arguments["part"])}
-        made: tuple[Field, ...] = getattr(layouts, build)(**arguments)
-    except (TypeError, KeyError) as error:
-        raise LayoutError(f"{where}: with: {error}") from None
-    return made
-
-
-def _key(where: str, data: Mapping[str, Any], key: str) -> Any:
-    if not isinstance(data, Mapping) or key not in data:
-        raise LayoutError(f"{where}: has no {key!r}")
-    return data[key]
-
-
-def _number(where: str, data: Mapping[str, Any], key: str) -> int:
-    value = _key(where, data, key)
-    if type(value) is not int or value < 1:
-        raise LayoutError(f"{where}: {key} {value!r} is not a positive number")
-    return value
+        made: tuple[Field, ...] = getattr(layouts, layer.build)(**arguments)
+        if layer.kernel_block_size is None:
+            return made
+        return layouts.with_kernel_blocks(made, layer.kernel_block_size, layer.block_size)
+    except LayoutError as error:
+        raise LayoutError(f"{where}: {error}") from None
 
 
 def end_bytes(fields: tuple[Field, ...], num_blocks: int) -> int:
@@ -99,29 +230,17 @@ def end_bytes(fields: tuple[Field, ...], num_blocks: int) -> int:
     )
 
 
-def are_block_ids(groups: Any) -> bool:
-    """Whether it is a list of numbers for each KV cache group."""
-    return isinstance(groups, list) and all(
-        isinstance(group, list) and all(type(one) is int and abs(one) < _MOST_BLOCKS for one in group)
-        for group in groups
-    )
-
-
-_MOST_BLOCKS = 1 << 40
-
-
 def tables(block_ids: Sequence[Sequence[int]]) -> list[BlockTable]:
     """Block ids by group, as the planner takes them."""
     return [BlockTable(np.array(group, np.int64)) for group in block_ids]
 
 
 class Case(NamedTuple):
-    """A case of a file. block_ids: (consumer's, producer's) by group, and tokens: None where the file has none."""
+    """A case of a file. block_ids and tokens: None where the file has none."""
 
-    name: str
     consumer: Engine
     producer: Engine
-    block_ids: tuple[list[list[int]], list[list[int]]] | None
+    block_ids: BlockIds | None
     tokens: tuple[int, int] | None
 
 
@@ -130,61 +249,57 @@ def load(file: Path, name: str | None) -> list[Case]:
 
     Raises Problem, naming the case and the key.
     """
-    try:
-        data = json.loads(file.read_text())
-    except OSError as error:
-        raise Problem(f"{file} can't be read: {error.strerror or error}") from None
-    except ValueError as error:
-        raise Problem(f"{file} is not JSON: {error}") from None
-    named = [(str(one.get("name", "")) if isinstance(one, dict) else "", one) for one in _listed(data)]
+    where, data = words.brief(str(file)), read_json(file)
+    named = [(_name(one), one) for one in (data if isinstance(data, list) else [data])]
     if name is not None:
         chosen = [pair for pair in named if pair[0] == name] or [pair for pair in named if name in pair[0]]
         if not chosen:
-            raise Problem(f"{file} has no case {name!r}", f"It has: {', '.join(known for known, _ in named)}.")
+            known = words.brief(", ".join(known for known, _ in named))
+            raise Problem(f"{where} has no case {words.value(name)}", f"It has: {known}.")
         named = chosen
-    return [_case(file, known, one) for known, one in named]
+    if not named:
+        raise Problem(f"{where} has no cases")
+    return [_case(where, known, one) for known, one in named]
 
 
-def _listed(data: Any) -> list[Any]:
-    return data if isinstance(data, list) else [data]
+def _name(data: Any) -> str:
+    return str(data.get("name", "")) if isinstance(data, dict) else ""
 
 
-def _case(file: Path, name: str, data: Any) -> Case:
-    where = f"case {name}" if name else "the case"
+def _case(file: str, name: str, data: Any) -> Case:
+    title = words.brief(name)
+    where = f"{file}: {f'case {title}' if name else 'the case'}"
     try:
-        consumer = cache(_key(where, data, "consumer"))
-        producers = [cache(one) for one in _key(where, data, "producers")]
-        rank, num_ranks = _two(data, "consumer_rank") or (0, 1)
-        ids = (_ids(data, "consumer_tables"), _ids(data, "producer_tables")) if "consumer_tables" in data else None
-        tokens = _two(data, "tokens")
-    except (LayoutError, TypeError, ValueError, KeyError, IndexError) as error:
-        raise Problem(f"{file}: {where}: {error}") from None
+        return _read(title, data)
+    except LayoutError as error:
+        raise Problem(f"{where}: {error}") from None
+
+
+def _named(side: str, data: Any) -> CacheLayout:
+    try:
+        return cache(data)
+    except LayoutError as error:
+        raise LayoutError(f"{side}: {error}") from None
+
+
+def _read(title: str, data: Any) -> Case:
+    """A case of a file. Raises LayoutError."""
+    case = _typed("", data, _Case)
+    consumer = _named("consumer", case.consumer)
+    producers = [_named(f"producers[{rank}]", one) for rank, one in enumerate(case.producers)]
     if not producers:
-        raise Problem(f"{file}: {where}: producers: none")
+        raise LayoutError("producers: none")
     if not all(layout.layers for layout in (consumer, *producers)):
-        raise Problem(f"{file}: {where}: layers: none")
+        raise LayoutError("layers: none")
+    ids = None
+    if case.consumer_tables is not None:
+        ids = case.consumer_tables, case.producer_tables or []
     count = 1 + max(layer.group for layout in (consumer, *producers) for layer in layout.layers)
-    label = str(rank) if num_ranks > 1 else "0"
-    one = Rank(label, rank, num_ranks, consumer)
+    rank, num_ranks = case.consumer_rank
+    one = Rank(str(rank), rank, num_ranks, consumer)
     several = tuple(Rank(str(index), 0, 1, layout) for index, layout in enumerate(producers))
-    return Case(name, _engine("consumer", name, (one,), count), _engine("producer", "", several, count), ids, tokens)
-
-
-def _two(data: Mapping[str, Any], key: str) -> tuple[int, int] | None:
-    """Two numbers; None where the case has none."""
-    value = data.get(key)
-    if value is None:
-        return None
-    if not isinstance(value, list) or len(value) != 2 or not all(type(one) is int for one in value):
-        raise LayoutError(f"{key} {value} are not two numbers")
-    return value[0], value[1]
-
-
-def _ids(data: Mapping[str, Any], key: str) -> list[list[int]]:
-    value: list[list[int]] = data.get(key, [])
-    if not are_block_ids(value):
-        raise LayoutError(f"{key} must be one list of numbers for each KV cache group")
-    return value
+    engines = _engine("consumer", title, (one,), count), _engine("producer", "", several, count)
+    return Case(*engines, ids, case.tokens)
 
 
 def _engine(role: str, title: str, ranks: tuple[Rank, ...], num_groups: int) -> Engine:

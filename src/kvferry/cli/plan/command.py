@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import typer
 from rich.console import Console
 
 from kvferry.cli.errors import Problem
-from kvferry.cli.plan import cases, data, models, sides, svg, text
+from kvferry.cli.plan import cases, data, models, sides, svg, text, words
 from kvferry.cli.plan.advice import Advice, advise, warnings
 from kvferry.cli.plan.caches import engine
+from kvferry.cli.plan.cases import BlockIds
 from kvferry.cli.plan.engines import Engine
 from kvferry.cli.plan.models import Model
-from kvferry.cli.plan.requests import Request, adjacent, longest_block, scattered
+from kvferry.cli.plan.requests import MOST_TOKENS, Request, adjacent, longest_block, scattered
 from kvferry.cli.plan.sides import Side
 from kvferry.cli.plan.sizes import sizes
-from kvferry.cli.plan.survey import Survey, survey
+from kvferry.cli.plan.survey import Survey, descriptors, survey
 from kvferry.layout import LayoutError
+from kvferry.protocol.messages import shorten
 from kvferry.topology import TopologyError
 
-DEFAULT_TOKENS, MOST_TOKENS = 1024, 1 << 24
+DEFAULT_TOKENS = 1024
 
 _MOST_TO_PLAN_TWICE = 1 << 18
 """Descriptors of a request that is planned a second time, with adjacent blocks."""
+
+_MOST_TO_LIST = 1 << 18
 
 
 class Options(NamedTuple):
@@ -52,23 +58,32 @@ class Planned(NamedTuple):
     advice: tuple[Advice, ...] | None = None
 
 
-BlockIds = tuple[list[list[int]], list[list[int]]]
-
-
 def run(options: Options, console: Console) -> int:
-    """0 if all of it can be planned, else 1. Raises Problem for options that can't be understood."""
+    """0 if all of it can be planned, else 1. Raises Problem, in one line, for what can't be understood."""
+    try:
+        return _run(options, console)
+    except Problem as problem:
+        raise Problem(shorten(problem.message), problem.advice) from None
+
+
+def _run(options: Options, console: Console) -> int:
     planned = _of_cases(options) if options.case is not None else [_of_models(options)]
     if options.svg is not None:
         if len(planned) > 1:
-            raise Problem(f"--svg draws one case, {options.case} has {len(planned)}", "Choose one with --name.")
+            raise Problem(
+                f"--svg draws one case, {words.brief(str(options.case))} has {len(planned)}", "Choose one with --name."
+            )
         _write(options.svg, svg.picture(planned[0].survey, planned[0].advice))
-    descriptors = options.descriptors or options.block_ids is not None
+    listed = options.descriptors or options.block_ids is not None
+    count = sum(one.survey.total.descriptors for one in planned)
+    if listed and count > _MOST_TO_LIST:
+        raise Problem(f"{count:,} descriptors to list, at most {_MOST_TO_LIST:,} are", "Ask for fewer with --tokens.")
     if options.as_json:
-        found = [data.as_json(*one, descriptors) for one in planned]
+        found = [data.as_json(*one, listed) for one in planned]
         typer.echo(json.dumps(found[0] if len(found) == 1 else found, indent=2, ensure_ascii=False))
     else:
         for one in planned:
-            text.show(*one, console, descriptors)
+            text.show(*one, console, listed)
     return 1 if any(one.survey.refused for one in planned) else 0
 
 
@@ -98,6 +113,7 @@ def _of_models(options: Options) -> Planned:
     most = max((max(group, default=0) for side in ids or () for group in side), default=0)
     end = tokens[1] if tokens else 1 if ids else DEFAULT_TOKENS
 
+    @functools.lru_cache(maxsize=32)
     def make(role: str, side: Side, num_tokens: int) -> Engine:
         return engine(role, read[role], side, num_tokens, most + 1 if ids else 0)
 
@@ -133,10 +149,11 @@ def _block(role: str, side: Side, model: Model) -> int:
 def _request(consumer: Engine, producer: Engine, tokens: tuple[int, int] | None, block_ids: BlockIds | None) -> Request:
     """The request of the given blocks, or of blocks that lie scattered."""
     if block_ids is None:
-        return scattered(consumer, producer, *(tokens or (0, longest_block(consumer))))
+        return scattered(consumer, producer, *(tokens or (0, min(longest_block(consumer), MOST_TOKENS))))
     if tokens is None:
         held = zip(consumer.groups, block_ids[0], strict=False)
-        tokens = 0, min((group.tokens * len(ids) for group, ids in held if not group.kept.keeps_state), default=1)
+        counts = (group.tokens * len(ids) for group, ids in held if not group.kept.keeps_state)
+        tokens = 0, min(min(counts, default=1), MOST_TOKENS)
     return Request(cases.tables(block_ids[0]), cases.tables(block_ids[1]), *tokens)
 
 
@@ -145,7 +162,7 @@ def _adjacent(found: Survey) -> int | None:
     if found.refused or found.total.descriptors > _MOST_TO_PLAN_TWICE:
         return None
     tokens = found.request.first_token, found.request.end_token
-    return survey(found.consumer, found.producer, adjacent(found.consumer, found.producer, *tokens)).total.descriptors
+    return descriptors(found, adjacent(found.consumer, found.producer, *tokens))
 
 
 def _notes(found: Survey) -> Iterator[str]:
@@ -164,31 +181,39 @@ def _tokens(given: str | None) -> tuple[int, int] | None:
     if given is None:
         return None
     first, colon, end = given.rpartition(":")
-    if not end.isdecimal() or (colon and not first.isdecimal()):
-        raise Problem(f"--tokens {given}: must be a number of tokens, or FIRST:END")
-    if int(first or 0) >= int(end):
-        raise Problem(f"--tokens {given}: from token {int(first or 0)} to token {int(end)} there is none")
-    if int(end) > MOST_TOKENS:
-        raise Problem(f"--tokens {given}: more than {MOST_TOKENS:,}")
-    return int(first or 0), int(end)
+    first, where = first if colon else "0", f"--tokens {words.brief(given)}"
+    if not (first.isdecimal() and end.isdecimal()):
+        raise Problem(f"{where}: must be a number of tokens, or FIRST:END")
+    start, stop = sides.decimal(first), sides.decimal(end)
+    if start is None or stop is None or max(start, stop) > MOST_TOKENS:
+        raise Problem(f"{where}: more than {MOST_TOKENS:,}")
+    if start >= stop:
+        raise Problem(f"{where}: from token {start} to token {stop} there is none")
+    return start, stop
 
 
 def _block_ids(given: str | None) -> BlockIds | None:
     """ "[[1,2,7]]:[[4,5,9]]": the consumer's and the producer's, one list for each KV cache group. Raises Problem."""
     if given is None:
         return None
+    where, parts = f"--block-ids {words.brief(given)}", given.split(":")
+    if len(parts) != 2:
+        raise Problem(f"{where}: must be CONSUMER:PRODUCER, such as [[1,2,7]]:[[4,5,9]]")
+    return _ids(where, "consumer", parts[0]), _ids(where, "producer", parts[1])
+
+
+def _ids(where: str, side: str, part: str) -> list[list[int]]:
     try:
-        consumer, producer = (json.loads(part) for part in given.split(":"))
-    except ValueError:
-        raise Problem(f"--block-ids {given}: must be CONSUMER:PRODUCER, such as [[1,2,7]]:[[4,5,9]]") from None
-    for side, groups in (("consumer", consumer), ("producer", producer)):
-        if not cases.are_block_ids(groups):
-            raise Problem(f"--block-ids {given}: the {side}'s must be one list of numbers for each KV cache group")
-    return consumer, producer
+        return msgspec.json.decode(part, type=cases.Tables)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        what = f"the {side}'s must be one list of numbers for each KV cache group"
+        raise Problem(f"{where}: {what}, such as [[1,2,7]]: {error}") from None
 
 
 def _write(file: Path, content: str) -> None:
     try:
         file.write_text(content, encoding="utf-8")
     except OSError as error:
-        raise Problem(f"--svg {file} can't be written: {error.strerror}") from None
+        raise Problem(f"--svg {words.brief(str(file))} can't be written: {error.strerror or error}") from None
+    except ValueError as error:  # a path that no file can have
+        raise Problem(f"--svg {words.brief(str(file))} can't be written: {error}") from None

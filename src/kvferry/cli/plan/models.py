@@ -6,13 +6,18 @@ vLLM makes. Where config.json leaves a key out, the default is the one that tran
 
 from __future__ import annotations
 
-import json
+import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvferry.cli.errors import Problem
+from kvferry.cli.plan import keys, words
+from kvferry.cli.plan.files import read_json
+from kvferry.cli.plan.keys import Config
+from kvferry.protocol.messages import shorten
 
 
 class Attention(NamedTuple):
@@ -77,24 +82,16 @@ class Model(NamedTuple):
         return tuple(layer.cache for layer in self.layers)
 
 
-Config = Mapping[str, Any]
-
-
 def read(path: Path) -> Model:
     """The model of a config.json, or of a directory with one. Raises Problem, which names the key or the family."""
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text())
-    except OSError as error:
-        raise Problem(f"{file} can't be read: {error.strerror or error}") from None
-    except ValueError as error:
-        raise Problem(f"{file} is not JSON: {error}") from None
+    file = path / "config.json" if os.path.isdir(path) else path  # Path.is_dir raises for what can't be a path
+    config, where = read_json(file), words.brief(str(file))
     if not isinstance(config, dict):
-        raise Problem(f"{file} is not a model's configuration: it holds no object")
+        raise Problem(f"{where} is not a model's configuration: it holds no object")
     try:
-        return parse(config, _title(config, file))
+        return parse(config, shorten(_title(config, file)))
     except Problem as problem:
-        raise Problem(f"{file}: {problem.message}", problem.advice) from None
+        raise Problem(f"{where}: {problem.message}", problem.advice) from None
 
 
 def _title(config: Config, file: Path) -> str:
@@ -108,16 +105,20 @@ def parse(config: Config, title: str) -> Model:
     """The model of a configuration. Raises Problem for a family that is not understood, or a key that is not there."""
     outer, model_type = config, str(config.get("model_type"))
     prefix = "model.layers"
-    if model_type in MULTIMODAL and isinstance(config.get("text_config"), dict):
+    if model_type in MULTIMODAL:
+        if not isinstance(config.get("text_config"), dict):
+            raise Problem(f"model_type {model_type}: text_config {words.value(config.get('text_config'))} is no object")
         config, prefix = config["text_config"], "language_model.model.layers"
         model_type = str(config.get("model_type") or MULTIMODAL[model_type])
     if model_type in REFUSED:
         raise Problem(f"model_type {model_type}: {REFUSED[model_type]}")
     if model_type not in FAMILIES:
-        raise Problem(f"model_type {model_type} is not understood", f"Understood are: {understood()}.")
+        raise Problem(f"model_type {words.brief(model_type)} is not understood", f"Understood are: {understood()}.")
     family = FAMILIES[model_type]
     config = {**family.defaults, **config}
     caches = list(family.caches(config))
+    if not any(caches):
+        raise Problem("none of its layers has a cache")
     layers = tuple(
         CachedLayer(f"{prefix}.{index}.{_suffix(model_type, cache)}", index, cache)
         for index, of_layer in enumerate(caches)
@@ -152,55 +153,29 @@ def _dtype(config: Config, outer: Config) -> str:
     return "bfloat16"
 
 
-def _int(config: Config, *names: str) -> int:
-    """The first of the keys that is there. Raises Problem unless it is a positive number."""
-    for name in names:
-        value = config.get(name)
-        if value is not None:
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise Problem(f"{name} {value!r} is not a positive number")
-            return value
-    raise Problem(f"has no {' or '.join(names)}")
-
-
 def _heads(config: Config) -> Attention:
     """Grouped, multi-head or multi-query attention, without a window."""
-    heads = _int(config, "num_attention_heads")
-    size = _int(config, "head_dim") if config.get("head_dim") else _int(config, "hidden_size") // heads
-    kv_heads = _int(config, "num_key_value_heads", "num_attention_heads")
+    size = keys.number(config, "head_dim") if config.get("head_dim") else keys.head_size(config)
+    kv_heads = keys.heads(config, "num_key_value_heads", "num_attention_heads")
     return Attention(kv_heads, size, size)
-
-
-def _layers(config: Config) -> range:
-    return range(_int(config, "num_hidden_layers"))
-
-
-def _types(config: Config, names: Sequence[str] = ("layer_types",)) -> list[str] | None:
-    """The kind of each layer where the configuration lists them. Raises Problem if there are not as many as layers."""
-    found = next((config[name] for name in names if config.get(name) is not None), None)
-    if found is None:
-        return None
-    if not isinstance(found, list) or ("num_hidden_layers" in config and len(found) != len(_layers(config))):
-        raise Problem(f"{names[0]} does not list {config.get('num_hidden_layers')} layers")
-    return [str(one) for one in found]
 
 
 def _windowed(config: Config, is_sliding: Callable[[int], bool]) -> Iterator[list[Cache]]:
     attention = _heads(config)
-    for index in _layers(config):
-        window = _int(config, "sliding_window") if is_sliding(index) else None
+    for index in keys.layers(config):
+        window = keys.number(config, "sliding_window", most=keys.MOST_WINDOW) if is_sliding(index) else None
         yield [attention._replace(window=window)]
 
 
 def _dense(config: Config) -> Iterator[list[Cache]]:
     """A window, if there is one, holds for the layers that layer_types names, else for all."""
-    types = _types(config)
+    types = keys.layer_types(config)
     has_window = bool(config.get("sliding_window"))
     return _windowed(config, lambda index: types[index] == "sliding_attention" if types else has_window)
 
 
 def _qwen(config: Config) -> Iterator[list[Cache]]:
-    if config.get("use_sliding_window"):
+    if keys.flag(config, "use_sliding_window"):
         raise Problem("use_sliding_window: Qwen's windows are not understood")
     return _windowed(config, lambda index: False)
 
@@ -211,71 +186,85 @@ def _alternating(config: Config) -> Iterator[list[Cache]]:
 
 
 def _gemma3(config: Config) -> Iterator[list[Cache]]:
-    types, pattern = _types(config), _int({"sliding_window_pattern": 6, **config}, "sliding_window_pattern")
+    pattern = keys.number({"sliding_window_pattern": 6, **config}, "sliding_window_pattern")
+    types = keys.layer_types(config)
     return _windowed(
         config, lambda index: types[index] == "sliding_attention" if types else bool((index + 1) % pattern)
     )
 
 
 def _falcon(config: Config) -> Iterator[list[Cache]]:
-    heads = _int(config, "num_attention_heads")
-    size = _int(config, "hidden_size") // heads
-    if config.get("new_decoder_architecture"):
-        kv_heads = _int(config, "num_kv_heads", "num_attention_heads")
+    size = keys.head_size(config)
+    if keys.flag(config, "new_decoder_architecture"):
+        kv_heads = keys.heads(config, "num_kv_heads", "num_attention_heads")
     else:
-        kv_heads = 1 if config["multi_query"] else heads
-    for _ in _layers(config):
+        kv_heads = 1 if keys.flag(config, "multi_query") else keys.heads(config, "num_attention_heads")
+    for _ in keys.layers(config):
         yield [Attention(kv_heads, size, size)]
 
 
 def _latent(config: Config) -> Iterator[list[Cache]]:
-    size = _int(config, "kv_lora_rank") + _int(config, "qk_rope_head_dim")
-    for _ in _layers(config):
+    size = keys.number(config, "kv_lora_rank") + keys.number(config, "qk_rope_head_dim")
+    for _ in keys.layers(config):
         yield [Attention(1, size, 0)]
 
 
-def _mamba2(config: Config, prefix: str, inner_size: int) -> Recurrent:
-    """Falcon-H1 and Granite: the same names behind `mamba_`."""
-    heads, head_size = _int(config, f"{prefix}n_heads"), _int(config, f"{prefix}d_head")
-    if heads * head_size != inner_size:
-        raise Problem(f"{prefix}n_heads * {prefix}d_head is {heads * head_size}, the inner size is {inner_size}")
+def _mamba2(
+    config: Config, heads: str, head_size: str, groups: str, state_size: str, kernel: str, dtype: str | None = None
+) -> Recurrent:
+    """A state whose sizes are under these keys."""
     return Recurrent(
         "MAMBA2",
-        heads,
-        head_size,
-        groups=_int(config, f"{prefix}n_groups"),
-        state_size=_int(config, f"{prefix}d_state"),
-        steps=_int(config, f"{prefix}d_conv") - 1,
+        keys.heads(config, heads),
+        keys.number(config, head_size),
+        groups=keys.heads(config, groups),
+        state_size=keys.number(config, state_size),
+        steps=keys.steps(config, kernel),
+        state_dtype=dtype,
     )
 
 
+def _mamba2_within(config: Config, inner_size: int) -> Recurrent:
+    """Falcon-H1 and Granite, whose heads must make up an inner size."""
+    state = _mamba2(config, "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
+    size = state.heads * state.head_size
+    if size != inner_size:
+        raise Problem(f"mamba_n_heads * mamba_d_head is {size}, the inner size is {inner_size}")
+    return state
+
+
+def _expanded(config: Config) -> int:
+    """The inner size of a state where it is given as a multiple of the hidden size."""
+    factor = config["mamba_expand"]
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor <= keys.MOST_SIZE:
+        raise Problem(f"mamba_expand {words.value(factor)} is not a positive number, at most {keys.MOST_SIZE:,}")
+    return math.floor(factor * keys.width(config, "hidden_size"))
+
+
 def _falcon_h1(config: Config) -> Iterator[list[Cache]]:
-    inner = config.get("mamba_d_ssm") or int(config["mamba_expand"] * _int(config, "hidden_size"))
-    state = _mamba2(config, "mamba_", inner)
-    for _ in _layers(config):
+    given = config.get("mamba_d_ssm") is not None
+    inner = keys.width(config, "mamba_d_ssm") if given else _expanded(config)
+    state = _mamba2_within(config, inner)
+    for _ in keys.layers(config):
         yield [_heads(config), state]
 
 
 def _granite_hybrid(config: Config) -> Iterator[list[Cache]]:
-    state = _mamba2(config, "mamba_", int(config["mamba_expand"] * _int(config, "hidden_size")))
-    types = _types(config, ("layer_types", "layers_block_type")) or ["mamba"] * len(_layers(config))
+    state = _mamba2_within(config, _expanded(config))
+    types = keys.layer_types(config, ("layer_types", "layers_block_type")) or ["mamba"] * len(keys.layers(config))
     by_type: dict[str, Cache] = {"mamba": state, "linear_attention": state}
     by_type |= dict.fromkeys(("attention", "full_attention"), _heads(config))
     return _by_type(types, by_type)
 
 
 def _nemotron_h(config: Config) -> Iterator[list[Cache]]:
-    state = Recurrent(
-        "MAMBA2",
-        _int(config, "mamba_num_heads"),
-        _int(config, "mamba_head_dim"),
-        groups=_int(config, "n_groups"),
-        state_size=_int(config, "ssm_state_size"),
-        steps=_int(config, "conv_kernel") - 1,
-        state_dtype=str(config["mamba_ssm_cache_dtype"]),
-    )
+    names = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
+    state = _mamba2(config, *names, dtype=keys.state_dtype(config, "mamba_ssm_cache_dtype"))
     pattern = config.get("hybrid_override_pattern")
-    types = list(pattern) if isinstance(pattern, str) else _types(config, ("layers_block_type", "layer_types"))
+    letters = list(pattern) if isinstance(pattern, str) else None
+    types = keys.layer_types(
+        {**config, "hybrid_override_pattern": letters}, ("hybrid_override_pattern", "layers_block_type", "layer_types")
+    )
     if not types:
         raise Problem("has no hybrid_override_pattern or layers_block_type")
     by_type: dict[str, Cache | None] = dict.fromkeys(("M", "mamba", "linear_attention"), state)
@@ -284,35 +273,40 @@ def _nemotron_h(config: Config) -> Iterator[list[Cache]]:
     return _by_type(types, by_type)
 
 
-def _gdn(config: Config) -> Iterator[list[Cache]]:
+def _qwen3_5(config: Config) -> Iterator[list[Cache]]:
+    """vLLM reads the dtype of the states here, and not in Qwen3-Next."""
+    given = config.get("mamba_ssm_dtype") is not None
+    return _gdn(config, keys.state_dtype(config, "mamba_ssm_dtype") if given else None)
+
+
+def _gdn(config: Config, state_dtype: str | None = None) -> Iterator[list[Cache]]:
     """Qwen3-Next and Qwen3.5: gated delta nets, and full attention in every fourth layer."""
     state = Recurrent(
         "GDN_ATTN",
-        _int(config, "linear_num_value_heads"),
-        _int(config, "linear_value_head_dim"),
-        groups=_int(config, "linear_num_key_heads"),
-        state_size=_int(config, "linear_key_head_dim"),
-        steps=_int(config, "linear_conv_kernel_dim") - 1,
-        state_dtype=config.get("mamba_ssm_dtype"),
+        keys.heads(config, "linear_num_value_heads"),
+        keys.number(config, "linear_value_head_dim"),
+        groups=keys.heads(config, "linear_num_key_heads"),
+        state_size=keys.number(config, "linear_key_head_dim"),
+        steps=keys.steps(config, "linear_conv_kernel_dim"),
+        state_dtype=state_dtype,
     )
-    every = _int({"full_attention_interval": 4, **config}, "full_attention_interval")
-    types = _types(config) or [
-        "linear_attention" if (index + 1) % every else "full_attention" for index in _layers(config)
+    every = keys.number({"full_attention_interval": 4, **config}, "full_attention_interval")
+    types = keys.layer_types(config) or [
+        "linear_attention" if (index + 1) % every else "full_attention" for index in keys.layers(config)
     ]
     return _by_type(types, {"linear_attention": state, "full_attention": _heads(config)})
 
 
 def _pure_mamba2(config: Config) -> Iterator[list[Cache]]:
-    heads, head_size = _int(config, "num_heads"), _int(config, "head_dim")
-    groups, size, kernel = _int(config, "n_groups"), _int(config, "state_size"), _int(config, "conv_kernel")
-    for _ in _layers(config):
-        yield [Recurrent("MAMBA2", heads, head_size, groups, size, kernel - 1)]
+    state = _mamba2(config, "num_heads", "head_dim", "n_groups", "state_size", "conv_kernel")
+    for _ in keys.layers(config):
+        yield [state]
 
 
 def _lfm2(config: Config) -> Iterator[list[Cache]]:
-    channels = _int(config, "conv_dim", "hidden_size")
-    state = Recurrent("SHORT_CONV", 1, channels, groups=0, state_size=0, steps=_int(config, "conv_L_cache") - 1)
-    types = _types(config)
+    channels = keys.width(config, "conv_dim", "hidden_size")
+    state = Recurrent("SHORT_CONV", 1, channels, groups=0, state_size=0, steps=keys.steps(config, "conv_L_cache"))
+    types = keys.layer_types(config)
     if types is None:
         raise Problem("has no layer_types")
     return _by_type(types, {"conv": state, "full_attention": _heads(config)})
@@ -321,7 +315,7 @@ def _lfm2(config: Config) -> Iterator[list[Cache]]:
 def _by_type(types: Sequence[str], by_type: Mapping[str, Cache | None]) -> Iterator[list[Cache]]:
     for index, one in enumerate(types):
         if one not in by_type:
-            raise Problem(f"layer {index} is a {one!r}, which is none of {', '.join(by_type)}")
+            raise Problem(f"layer {index} is a {words.value(one)}, which is none of {', '.join(by_type)}")
         cache = by_type[one]
         yield [] if cache is None else [cache]
 
@@ -363,7 +357,7 @@ FAMILIES: dict[str, Family] = {
     "granitemoehybrid": Family(STATES, _granite_hybrid, {"mamba_expand": 2}),
     "nemotron_h": Family(STATES, _nemotron_h, {"mamba_ssm_cache_dtype": "float32"}),
     "qwen3_next": Family(STATES, _gdn, {"head_dim": 256}),
-    "qwen3_5_text": Family(STATES, _gdn, {"head_dim": 256}),
+    "qwen3_5_text": Family(STATES, _qwen3_5, {"head_dim": 256}),
     "lfm2": Family(STATES, _lfm2),
     "mamba2": Family(RECURRENT, _pure_mamba2),
 }

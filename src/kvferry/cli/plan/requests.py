@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +11,10 @@ import numpy as np
 from kvferry.cli.errors import Problem
 from kvferry.cli.plan.engines import CacheGroup, Engine
 from kvferry.plan import BlockTable
+
+MOST_TOKENS = 1 << 24
+MOST_BLOCKS = 1 << 24
+"""Over the tables of one request."""
 
 
 class Request(NamedTuple):
@@ -50,7 +55,7 @@ def one_block(consumer: Engine, producer: Engine) -> Request:
 
 def first_tokens(consumer: Engine, producer: Engine, num_tokens: int) -> Request:
     """So many tokens, or as many as both caches hold, in blocks that follow one another."""
-    end = min(num_tokens, *(_capacity(engine) for engine in (consumer, producer)))
+    end = min(num_tokens, MOST_TOKENS, *(_capacity(engine) for engine in (consumer, producer)))
     return Request(_tables(consumer, end), _tables(producer, end), 0, end)
 
 
@@ -67,7 +72,10 @@ def _capacity(engine: Engine) -> int:
 def _tables(engine: Engine, num_tokens: int, backwards: bool = False, only_wanted: bool = False) -> list[BlockTable]:
     """Ids from 1 on (0 is vLLM's null block) that no two groups share; from 0 in each group if there are too few."""
     counts = [-(-num_tokens // group.tokens) for group in engine.groups]
-    starts = [1 + sum(counts[:i]) for i in range(len(counts))]
+    if sum(counts) > MOST_BLOCKS:
+        needed = f"{num_tokens} tokens need {sum(counts):,} of the {engine.role}'s blocks"
+        raise Problem(f"{needed}, at most {MOST_BLOCKS:,} are understood", "Ask for fewer with --tokens.")
+    starts = [1 + before for before in accumulate(counts[:-1], initial=0)]
     if starts[-1] + counts[-1] > engine.num_blocks:
         starts = [0] * len(counts)
         if max(counts) > engine.num_blocks:

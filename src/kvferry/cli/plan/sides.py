@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvferry.cli.errors import Problem
+from kvferry.cli.plan import words
 from kvferry.layout import PHYSICAL_ORDERS
 
 ALIASES = {"HND": "LBHNC", "NHD": "LBNHC"}
@@ -69,19 +70,20 @@ def parse(option: str, text: str, model: Path | None) -> Side:
         if not equals and position == 0:
             key, value = "model", part
         elif not equals or not value:
-            raise Problem(f"{option}: {part!r} is not KEY=VALUE", _known())
+            raise Problem(f"{option}: {words.value(part)} is not KEY=VALUE", _known())
         if key not in _READERS:
-            raise Problem(f"{option}: {key} is not known", _known())
+            raise Problem(f"{option}: {words.brief(key)} is not known", _known())
         if key in given:
-            raise Problem(f"{option}: {key} is given twice, as {given[key]} and {value}")
+            raise Problem(f"{option}: {key} is given twice, as {words.brief(given[key])} and {words.brief(value)}")
         given[key] = value
         try:
             values[key] = _READERS[key](value)
         except ValueError as error:
-            raise Problem(f"{option}: {key} {value!r}: {error}") from None
+            raise Problem(f"{option}: {key} {words.value(value)}: {error}") from None
     side = Side(**values)
     if side.pp_layers and "pp" in given and side.pp != len(side.pp_layers):
-        raise Problem(f"{option}: pp is {side.pp}, but pp_layers {given['pp_layers']} has {len(side.pp_layers)} stages")
+        stages = f"pp_layers {words.brief(given['pp_layers'])} has {len(side.pp_layers)} stages"
+        raise Problem(f"{option}: pp is {side.pp}, but {stages}")
     return side._replace(pp=len(side.pp_layers)) if side.pp_layers else side
 
 
@@ -89,17 +91,34 @@ def _known() -> str:
     return f"Keys are {', '.join(_READERS)}."
 
 
+MOST_RANKS = 4096
 _MOST = 1 << 20
+_MOST_DIGITS = 20
 
 
-def _number(value: str) -> int:
-    if not value.isdecimal() or not 1 <= int(value) <= _MOST:
-        raise ValueError(f"must be a positive number, at most {_MOST:,}")
-    return int(value)
+def decimal(text: str) -> int | None:
+    """The number that was typed; None for anything else, and for more digits than any bound here has."""
+    return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else None
+
+
+def _up_to(most: int) -> Callable[[str], int]:
+    def read(value: str) -> int:
+        number = decimal(value)
+        if number is None or not 1 <= number <= most:
+            raise ValueError(f"must be a positive number, at most {most:,}")
+        return number
+
+    return read
+
+
+_ranks, _number = _up_to(MOST_RANKS), _up_to(_MOST)
 
 
 def _stages(value: str) -> tuple[int, ...]:
-    return tuple(_number(part) for part in value.split("+"))
+    stages = value.split("+")
+    if len(stages) > MOST_RANKS:
+        raise ValueError(f"has {len(stages):,} stages, at most {MOST_RANKS:,} are understood")
+    return tuple(map(_ranks, stages))
 
 
 def _one_of(choices: Mapping[str, str]) -> Callable[[str], str]:
@@ -113,11 +132,11 @@ def _one_of(choices: Mapping[str, str]) -> Callable[[str], str]:
 
 _READERS: dict[str, Callable[[str], Any]] = {
     "model": Path,
-    "tp": _number,
-    "pp": _number,
+    "tp": _ranks,
+    "pp": _ranks,
     "pp_layers": _stages,
-    "dp": _number,
-    "dcp": _number,
+    "dp": _ranks,
+    "dcp": _ranks,
     "interleave": _number,
     "block": _number,
     "layout": _one_of({name: ALIASES.get(name, name) for name in LAYOUTS}),

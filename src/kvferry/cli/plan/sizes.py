@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
+from kvferry.cli.plan import words
+from kvferry.cli.plan.keys import STATE_DTYPES
 from kvferry.cli.plan.models import Attention, Cache, Model, Recurrent
 from kvferry.cli.plan.sides import ITEM_BYTES, Side
 from kvferry.layout import LayoutError
@@ -51,9 +53,13 @@ class StateSpec:
 
 
 class Sizes(NamedTuple):
-    """dtype: the cache's, by name. block_tokens: on one rank. page_bytes: of a block of a layer with that cache."""
+    """dtype: of attention's cache, by name. state_dtype: of a convolution's window. block_tokens: on one rank.
+
+    page_bytes: of a block of a layer with that cache.
+    """
 
     dtype: str
+    state_dtype: str
     item_bytes: int
     block_tokens: int
     page_bytes: dict[Cache, int]
@@ -63,11 +69,12 @@ def sizes(model: Model, side: Side) -> Sizes:
     """Raises LayoutError or TopologyError for what vLLM would refuse, with the values."""
     _check_context(model, side)
     dtype = side.dtype or model.dtype
-    if dtype not in ITEM_BYTES:
-        raise LayoutError(f"dtype {dtype} is none of {', '.join(ITEM_BYTES)}")
+    state_dtype = model.dtype if dtype.startswith("fp8") else dtype  # only attention's cache is quantised
+    if state_dtype not in STATE_DTYPES:
+        raise LayoutError(f"dtype {words.brief(state_dtype)} is none of {', '.join(STATE_DTYPES)}")
     caches = set(model.caches)
     attentions = {one for one in caches if isinstance(one, Attention)}
-    states = {one: state_spec(one, side, dtype).num_bytes for one in caches if isinstance(one, Recurrent)}
+    states = {one: state_spec(one, side, state_dtype).num_bytes for one in caches if isinstance(one, Recurrent)}
     token_bytes = {
         one: num_heads(one, side) * (one.key_size + one.value_size) * ITEM_BYTES[dtype] for one in attentions
     }
@@ -78,7 +85,7 @@ def sizes(model: Model, side: Side) -> Sizes:
     pages: dict[Cache, int] = {one: per_token * block for one, per_token in token_bytes.items()}
     # All pages are of one size, so that a block may belong to any group.
     page = max([*pages.values(), *states.values()])
-    return Sizes(dtype, ITEM_BYTES[dtype], block, pages | dict.fromkeys(states, page))
+    return Sizes(dtype, state_dtype, ITEM_BYTES[dtype], block, pages | dict.fromkeys(states, page))
 
 
 def _check_context(model: Model, side: Side) -> None:
@@ -114,8 +121,11 @@ def state_spec(cache: Recurrent, side: Side, dtype: str) -> StateSpec:
     groups = cache.groups
     if cache.kind == "MAMBA2" and groups == 1:
         groups = side.tp
-    for what, count in (("heads", cache.heads), ("groups", groups)):
-        if cache.kind != "SHORT_CONV" and count % side.tp:
+    shards = {"heads": cache.heads, "groups": groups}
+    if cache.kind == "SHORT_CONV":
+        shards = {"channels": cache.head_size}
+    for what, count in shards.items():
+        if count % side.tp:
             raise LayoutError(f"tp {side.tp} does not divide the {count} {what} of the state")
     channels = (cache.heads * cache.head_size + 2 * groups * cache.state_size) // side.tp
     window = (cache.steps, channels) if side.conv == "SD" else (channels, cache.steps)

@@ -6,6 +6,7 @@ its proof. What the planner refuses is collected over all pairs of ranks, instea
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from kvferry.cli.errors import Problem
 from kvferry.cli.plan.engines import CacheGroup, Engine
 from kvferry.cli.plan.requests import Request, one_block
 from kvferry.layout import CacheLayout, Heads
@@ -46,14 +48,18 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Pair:
-    """A consumer rank and a producer rank that it takes something from. batches: the request's descriptors."""
+    """A consumer rank, and what it takes of a producer rank. batches: the request's descriptors."""
 
     consumer: int
-    producer: int
+    share: Share
     parts: tuple[Part, ...]
     batches: tuple[PlanBatch, ...]
     request: Numbers
     required_bytes: int
+
+    @property
+    def producer(self) -> int:
+        return self.share.producer_rank
 
 
 class Refused(NamedTuple):
@@ -85,8 +91,13 @@ class Survey:
         return added(self.request.num_tokens, (pair.request for pair in self.pairs))
 
 
-def survey(consumer: Engine, producer: Engine, request: Request, consumer_ranks: Iterable[int] | None = None) -> Survey:
-    """Plan the request between all ranks, or only for some of the consumer's."""
+def survey(consumer: Engine, producer: Engine, request: Request, consumer_ranks: Sequence[int] | None = None) -> Survey:
+    """Plan the request between all ranks, or only for some of the consumer's.
+
+    Raises Problem if there is too much to compare.
+    """
+    ranks = range(len(consumer.ranks)) if consumer_ranks is None else consumer_ranks
+    _check_cost(consumer, producer, len(ranks))
     refused = _Refusals()
     try:
         record = EngineRecord("", "", "", producer.fingerprint, _kinds(producer), ())
@@ -95,7 +106,7 @@ def survey(consumer: Engine, producer: Engine, request: Request, consumer_ranks:
         refused.add(error, None, None)
     planner = _Planner(consumer, producer, request)
     pairs: list[Pair] = []
-    for rank in range(len(consumer.ranks)) if consumer_ranks is None else consumer_ranks:
+    for rank in ranks:
         try:
             shares = _shares(consumer, producer, rank)
         except (Refusal, TopologyError) as error:
@@ -107,6 +118,30 @@ def survey(consumer: Engine, producer: Engine, request: Request, consumer_ranks:
             except Refusal as error:
                 refused.add(error, rank, share.producer_rank)
     return Survey(consumer, producer, request, tuple(pairs), tuple(refused.found.values()))
+
+
+def descriptors(found: Survey, request: Request) -> int | None:
+    """How many another request between the same ranks would take; None if it is refused."""
+    planner = _Planner(found.consumer, found.producer, request)
+    try:
+        return sum(planner.pair(pair.consumer, pair.share).request.descriptors for pair in found.pairs)
+    except Refusal:
+        return None
+
+
+MOST_COMPARED = 1 << 21
+"""Heads of one rank with ranks of the other side that have the layer: some seconds."""
+
+
+def _check_cost(consumer: Engine, producer: Engine, num_ranks: int) -> None:
+    owners = Counter(layer.name for layout in producer.layouts for layer in layout.layers)
+    heads = (layer.heads.count * owners[layer.name] for layout in consumer.layouts for layer in layout.layers)
+    compared = sum(heads) * num_ranks // len(consumer.ranks)
+    if compared > MOST_COMPARED:
+        raise Problem(
+            f"{len(consumer.ranks):,} ranks of the consumer and {len(producer.ranks):,} of the producer: "
+            f"{compared:,} pairs of heads to compare, at most {MOST_COMPARED:,} are understood"
+        )
 
 
 class _Refusals:
@@ -149,7 +184,7 @@ class _Planner:
         known = self._known[geometry]
         moved = tuple(zip(known.parts, self._kinds(mine, share).values(), strict=True))
         parts = tuple(part._replace(layers=tuple(layers)) for part, (_, layers) in moved)
-        return replace(known, consumer=rank, producer=share.producer_rank, parts=parts)
+        return replace(known, consumer=rank, share=share, parts=parts)
 
     def _pair(self, mine: CacheLayout, theirs: CacheLayout, share: Share) -> Pair:
         plan = compile(mine, theirs, share).bind(*self._request)
@@ -165,7 +200,7 @@ class _Planner:
                 tokens = self._block._replace(end_token=min(group.tokens, self._block.end_token))
                 block = _numbers(tokens, pair.bind(*tokens))
             parts.append(Part(label, only.layers, block, request))
-        return Pair(0, share.producer_rank, tuple(parts), plan.batches, numbers, plan.required_bytes)
+        return Pair(0, share, tuple(parts), plan.batches, numbers, plan.required_bytes)
 
     def _kinds(self, mine: CacheLayout, share: Share) -> dict[str, tuple[CacheGroup, list[ShareLayer]]]:
         """The share's layers by the kind of their group."""

@@ -36,7 +36,7 @@ def show(found: Survey, advice: Sequence[Advice] | None, console: Console, descr
         say(line, "dim")
     if descriptors:
         for line in descriptor_lines(found):
-            say(line)
+            print(line, file=console.file)  # there may be very many, and they have no style
 
 
 def side(engine: Engine) -> str:

@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Iterable, Sequence
 
+from kvferry.protocol.messages import shorten
 from kvferry.topology import ShareLayer
 
 _DECODER_LAYER = re.compile(r"\.layers\.(\d+)\.")
 _MOST_NAMES = 4
 _MOST_RANGES = 4
 _MOST_LETTERS = 36
+_MOST_BRIEF = 160
+
+_VALUES = reprlib.Repr()
+_VALUES.maxstring = _VALUES.maxother = _VALUES.maxlong = 60
+_VALUES.maxlevel = 2
+
+
+def brief(text: str) -> str:
+    """What a person typed, for a line about it: what does not print is escaped, a long text loses its middle."""
+    half = _MOST_BRIEF // 2
+    return shorten(text if len(text) <= _MOST_BRIEF else f"{text[:half]}…{text[-half:]}")
+
+
+def value(found: object) -> str:
+    """A value of a file or an option, in Python's notation, for a line about it; bounded likewise."""
+    return _VALUES.repr(found)
 
 
 def size(count: float) -> str:

@@ -1,0 +1,51 @@
+"""What planning may cost. A worker's one I/O thread plans for all of its requests, with what peers have announced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvferry.layout import Field, Layer, Refusal
+from kvferry.layout.overlaps import folded
+
+MAX_DESCRIPTORS = 1 << 22
+"""Of one request between two workers. Planning and proving one takes about 0.1 us (benchmarks/plan.py), and posting it
+a few times that: so this is a second or two of the I/O thread that all requests share, and 0.3 GB. Layouts that are
+alike need one for each layer and block: 300,000 for 100 layers and 50,000 tokens."""
+
+USUAL_TOKENS = 16
+"""Of a block. A pair that needs more than MAX_DESCRIPTORS for so few can serve no request worth a transfer."""
+
+MAX_POINTS = 1 << 13
+"""Coordinates of one dimension that are listed one by one, where both sides have no digits in common. Known layouts
+have at most the tokens of a block."""
+
+MAX_BOXES = 1 << 14
+"""Boxes of one request between two workers. Known layouts have a few for each layer that is unlike the others."""
+
+
+def check_points(count: int) -> None:
+    if count > MAX_POINTS:
+        raise Refusal("coordinates without a common order", f"{count}, listed one by one", f"at most {MAX_POINTS}")
+
+
+def check_boxes(count: int) -> None:
+    if count > MAX_BOXES:
+        raise Refusal("patterns of bytes in common", f"{count} separate ones", f"at most {MAX_BOXES}")
+
+
+def too_many(what: str, count: int, consumer: Layer, producer: Layer, common_bytes: int) -> Refusal:
+    """Why a pair of layers needs more descriptors than MAX_DESCRIPTORS, and what would help."""
+    hint = (
+        f"they have {common_bytes} bytes in a row in common; fewer descriptors need the same order of axes and the same"
+        " block size on both sides (see kvferry plan), or shorter prompts"
+    )
+    field = f"layer {consumer.name}: {what}: {count} descriptors, the most allowed are {MAX_DESCRIPTORS}; bytes"
+    return Refusal(field, _order(consumer.fields), _order(producer.fields), hint)
+
+
+def _order(fields: Sequence[Field]) -> str:
+    """How the first field lies in memory, axes outermost first; the others are like it."""
+    first = fields[0]
+    axes = sorted((axis for axis in first.axes if axis.size > 1), key=lambda axis: -axis.stride_bytes)
+    order = ", ".join(f"{axis.dim} {axis.size}" for axis in axes) or "one byte"
+    return f"[{order}] in runs of {folded(first)[0]} bytes"
