@@ -300,3 +300,36 @@ def test_a_table_that_names_a_block_twice_is_never_written(make_engine) -> None:
     assert (result.ok, result.quiet) == (False, True)
     assert "destination block 9" in result.reason
     assert not consumer.workers[0].cache.any()
+
+
+def test_a_writer_that_is_proven_gone_is_quiet(make_engine) -> None:
+    gate, mortal = Gate(), Mortal()
+    producer, consumer = make_engine(wrap=gate.wrap), make_engine(wrap=mortal.wrap)
+    producer.fill([3, 7, 5], 10)
+    ref = producer.hold([3, 7, 5], 10)
+    load = request_for(producer, ref, [3, 7, 5], [9, 2, 4], 10, write=True)
+    start(consumer, load)
+    eventually(lambda: gate.posted, "the write is posted")
+    producer.stop()
+    eventually(lambda: consumer.collected(load.load_id), "the load has failed")
+    (result,) = consumer.collected(load.load_id)
+    assert (result.ok, result.quiet) == (False, False)
+    assert consumer.inbox() == []
+    mortal.are_gone = True
+    eventually(lambda: consumer.inbox(), "its process is gone")
+
+
+class Mortal:
+    """Knows whether the processes of peers are gone."""
+
+    def __init__(self) -> None:
+        self.are_gone = False
+
+    def wrap(self, transport: Transport) -> Transport:
+        mortal = self
+
+        class Knowing(Passing):
+            def gone(self, peer: Peer) -> bool:
+                return mortal.are_gone
+
+        return Knowing(transport)

@@ -41,11 +41,14 @@ def record_of(server: Server) -> EngineRecord:
 
 def blocks(worker: WorkerRecord, layer: Layer) -> list[bytes]:
     """What each block of a layer holds now; of a page, the bytes of the layer's fields from first to last."""
-    (field,) = layer.fields
-    reach = 1 + sum((axis.size - 1) * axis.stride_bytes for axis in field.axes)
-    start = worker.layout.regions[layer.region].address + layer.base_bytes + field.base_bytes
+    (stride,) = {field.block_stride_bytes for field in layer.fields}
+    first = min(field.base_bytes for field in layer.fields)
+    reach = max(
+        field.base_bytes + 1 + sum((axis.size - 1) * axis.stride_bytes for axis in field.axes) for field in layer.fields
+    )
+    start = worker.layout.regions[layer.region].address + layer.base_bytes + first
     with open(f"/proc/{_pid(worker)}/mem", "rb", buffering=0) as memory:
-        return [_read(memory, start + block * field.block_stride_bytes, reach) for block in range(layer.num_blocks)]
+        return [_read(memory, start + block * stride, reach - first) for block in range(layer.num_blocks)]
 
 
 def _pid(worker: WorkerRecord) -> int:

@@ -120,9 +120,11 @@ class TestFail:
         eventually(lambda: pair.decode.used_blocks() == 0, "the failed load's blocks are free")
 
 
+SLOW = {"transport_options": {"local": {"wire_mbps": 10.0}}}
+"""3,000 tokens of this model, 98 MB, take ten seconds, so that something can happen meanwhile."""
 DEEP = PairConfig(
-    kind="llama-deep", transport="local", extra=SHORT, max_model_len=4096, max_num_batched_tokens=256
-)  # a prompt of thousands of tokens takes it seconds, so that something can happen meanwhile
+    kind="llama-deep", transport="local", extra={**SHORT, **SLOW}, max_model_len=4096, max_num_batched_tokens=256
+)
 
 
 @pytest.mark.parametrize("pair", [DEEP], indirect=True, ids=["deep"])

@@ -242,7 +242,7 @@ def test_through_the_router(pair: Cluster) -> None:
     assert_drained(pair)
 
 
-WRITTEN = PairConfig(router=True, discovery=True, extra={"mode": "write"})
+WRITTEN = PairConfig(router=True, discovery=True, extra={"mode": "write", "first_hold_s": 8})
 
 
 @pytest.mark.parametrize("pair", [WRITTEN], indirect=True, ids=["write"])

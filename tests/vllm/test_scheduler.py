@@ -73,7 +73,9 @@ class Side:
             config.parse({"model_id": "m", **extra}),
         )
         manager = SimpleNamespace(
-            block_pool=self.pool, get_blocks=lambda request_id: KVCacheBlocks(self.tables[request_id])
+            block_pool=self.pool,
+            get_blocks=lambda request_id: KVCacheBlocks(self.tables[request_id]),
+            get_block_ids_for_computed_tokens=self.block_ids,
         )
         self.half.bind_kv_cache_manager(manager)
 
@@ -85,6 +87,17 @@ class Side:
         sizes = [-(-num_tokens // BLOCK), *([1] if self.keeps_state else [])]
         self.tables[request.request_id] = tuple(self.pool.get_new_blocks(size) for size in sizes)
         return KVCacheBlocks(self.tables[request.request_id])
+
+    def block_ids(self, request_id: str, num_computed_tokens: int) -> tuple[list[int], ...]:
+        """As vLLM's manager clips them: attention by tokens, a state's not at all."""
+        ids = [[block.block_id for block in group] for group in self.tables[request_id]]
+        return (ids[0][: -(-num_computed_tokens // BLOCK)], *ids[1:])
+
+    def step(self, request: Request, num_tokens: int) -> Any:
+        """One engine step that computes so many tokens of the request; what its workers are told."""
+        told = self.half.build_connector_meta(SimpleNamespace(num_scheduled_tokens={request.request_id: num_tokens}))
+        request.num_computed_tokens += num_tokens
+        return told
 
     def free_blocks(self, request: Request) -> None:
         for group in self.tables.pop(request.request_id):
@@ -390,3 +403,133 @@ def test_a_state_without_a_slot_of_its_own_fails_the_load(make_side: Callable[..
     consumer.half.update_state_after_alloc(request, blocks, tokens)
     (load,) = consumer.half.build_connector_meta(NOTHING).loads
     assert "not this request's own" in load.refused
+
+
+NAMED = {"do_remote_decode": True, "transfer_id": "tx-1"}
+
+
+def first_leg_under_a_name(producer: Side, num_tokens: int = 40, name: str = "tx-1") -> Request:
+    request = request_of(f"first-{name}", num_tokens, {**NAMED, "transfer_id": name})
+    producer.half.on_new_request(request)
+    return request
+
+
+def to_come(producer: Side, **changes: Any) -> dict[str, Any]:
+    """A second leg's parameters as a router of the concurrent contract makes them."""
+    host, port = producer.half._agent.endpoint.address.removeprefix("tcp://").split(":")
+    params = {"do_remote_prefill": True, "transfer_id": "tx-1", "remote_host": host, "remote_port": int(port)}
+    return {**params, **changes}
+
+
+def test_each_step_tells_what_it_computes_of_a_promised_prompt(make_side) -> None:
+    producer = make_side("producer")
+    request = first_leg_under_a_name(producer)
+    producer.allocate(request, 40)
+    ids = producer.block_ids(request.request_id, 40)
+    (first,) = producer.step(request, 17).computes
+    (second,) = producer.step(request, 23).computes
+    assert (first.num_tokens, first.is_last, first.block_ids) == (17, False, (tuple(ids[0][:2]),))
+    assert (second.num_tokens, second.is_last, second.block_ids) == (40, True, (tuple(ids[0]),))
+    assert first.transfer_id == second.transfer_id
+    assert producer.step(request, 1).computes == []  # what is generated is nobody's prompt
+    # It may be preempted now: the ledger has references of its own, from before the last step was run.
+    free = producer.free
+    producer.free_blocks(request)
+    assert producer.free == free
+    request.num_computed_tokens = 40
+    producer.tables[request.request_id] = ()
+    params = producer.finish(request)
+    assert params["kvferry"]["transfer_id"] == first.transfer_id
+    assert params["remote_block_ids"] == [list(ids[0])]
+
+
+def test_a_promise_whose_request_ends_early_gives_its_blocks_back(make_side) -> None:
+    producer = make_side("producer")
+    free = producer.free
+    request = first_leg_under_a_name(producer)
+    producer.allocate(request, 40)
+    producer.step(request, 17)
+    assert producer.finish(request, RequestStatus.FINISHED_ABORTED) is None
+    producer.free_blocks(request)
+    eventually(lambda: producer.half.drain() >= 0 and producer.free == free)
+
+
+def test_a_name_is_promised_once(make_side) -> None:
+    producer = make_side("producer")
+    first, second = (request_of(one, 40, NAMED) for one in ("0_cmpl", "1_cmpl"))
+    for request in (first, second):
+        producer.half.on_new_request(request)
+        producer.allocate(request, 40)
+    assert len(producer.half.offers.promises) == 1
+    assert len(producer.step(first, 40).computes) == 1
+    assert producer.step(second, 40).computes == []
+    # Both are offered, each under a name of its own.
+    offered = [producer.finish(request)["kvferry"]["transfer_id"] for request in (first, second)]
+    assert len(set(offered)) == 2
+
+
+def test_a_promised_prompt_that_the_ledger_cannot_hold_is_not_offered(make_side) -> None:
+    producer = make_side("producer", max_held=0.05)
+    request = first_leg_under_a_name(producer)
+    producer.allocate(request, 40)
+    assert producer.step(request, 40).computes == []
+    assert "max_held" in producer.finish(request)["kvferry"]["refused"]
+
+
+def test_a_state_that_is_not_cut_is_promised_to_nobody(make_side) -> None:
+    producer, consumer = make_side("producer", state=True), make_side("consumer", state=True)
+    request = first_leg_under_a_name(producer, num_tokens=1)
+    assert len(producer.half.offers.promises) == 0
+    producer.allocate(request, 1)
+    assert producer.step(request, 1).computes == []
+    _, load = begin(consumer, to_come(producer), num_tokens=1)
+    assert load is None
+
+
+def test_held_blocks_that_keep_prompts_waiting_are_let_go(make_side) -> None:
+    """The consumer may wait for the very prompts that they keep out."""
+    producer = make_side("producer", claim_reply_s=0.05)
+    held = first_leg_under_a_name(producer, name="tx-held")
+    producer.allocate(held, 40)
+    producer.step(held, 40)
+    producer.finish(held)
+    producer.free_blocks(held)
+    free = producer.free
+    first_leg_under_a_name(producer, name="tx-waiting")
+
+    def let_go() -> bool:
+        producer.half.build_connector_meta(NOTHING)
+        return producer.free > free
+
+    eventually(let_go)
+
+
+@pytest.mark.parametrize("mode", ["read", "write"])
+def test_a_second_leg_that_comes_with_its_first_is_written(make_side, mode: str) -> None:
+    producer, consumer = make_side("producer"), make_side("consumer", mode=mode)
+    _, load = begin(consumer, to_come(producer))
+    assert (load.write, load.ref.transfer_id, load.ref.is_routers) == (True, "tx-1", True)
+    assert (load.num_tokens, load.first_token, load.end_token, load.producer_block_ids) == (40, 0, 39, ())
+
+
+@pytest.mark.parametrize(("mode", "asked", "written"), [("read", None, 0), ("write", None, 1), ("read", "write", 1)])
+def test_a_later_second_leg_goes_by_the_settings_or_its_own_word(make_side, mode, asked, written) -> None:
+    producer, consumer = make_side("producer"), make_side("consumer", mode=mode)
+    _, load = begin(consumer, {**offer(producer), **({"mode": asked} if asked else {})})
+    assert (load.write, bool(load.producer_block_ids[0])) == (bool(written), True)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"mode": "push"}, "mode"),
+        ({"mode": "read"}, "yet to be computed"),
+        ({"remote_host": None, "remote_port": None}, "address"),
+        ({"transfer_id": 7}, "transfer_id"),
+        ({"remote_dp_size": 2}, "remote_dp_size"),
+    ],
+)
+def test_parameters_that_name_no_transfer_to_come(make_side, change: dict[str, Any], named: str) -> None:
+    producer, consumer = make_side("producer"), make_side("consumer", policy="fail")
+    _, load = begin(consumer, to_come(producer, **change))
+    assert named in load.refused

@@ -114,6 +114,10 @@ class EngineAgent(AgentLoop):
 
         self.submit(apply)
 
+    def relieve(self, reason: str) -> None:
+        """Prompts wait for blocks: one hold that nobody has asked for may go."""
+        self.submit(lambda: self._produce(producer.Relieve(reason)))
+
     def drop(self, ref: TransferRef, reason: str) -> None:
         """The request of a promise ended early; what it had is held until a HoldEnded."""
         self.submit(lambda: self._produce(producer.Dropped(ref, reason)))

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 NUDGED_FOR_S = 1.5
 """How long a worker drives its transports after a nudge: longer than the wire-up of a first read takes."""
 QUIESCED_AGAIN_S = 1.0
+MAX_EARLY = 256
+"""Orders that wait for the engine's first step; the oldest is dropped, and sent again by its sender."""
 LOOK_FOR_DEAD_S = 0.5
 """How often writers of loads that are not quiet are looked for."""
 
@@ -96,6 +98,7 @@ class WorkerAgent(AgentLoop):
         self._leases = leases
         self._loader: Driver[machine.Event, machine.Action] | None = None
         self._writing: Writing | None = None
+        self._early: deque[tuple[Route | str, Message]] = deque(maxlen=MAX_EARLY)
         self._incarnation = ""
         self._rendezvous = ""
         self._handshakes = Handshakes(self, leases.handshake_s)
@@ -208,7 +211,7 @@ class WorkerAgent(AgentLoop):
         elif isinstance(message, messages.Refused) and not message.claim_id and isinstance(source, str):
             self._handshakes.on_refused(source, message)
         elif isinstance(message, _FOR_WRITERS) or (isinstance(message, messages.Refused) and message.seq > FIRST_SEQ):
-            self._writer().on_message(source, message)
+            self._to_writer(source, message)
         else:
             if isinstance(message, messages.WriteDone):
                 self._count_written(message)
@@ -269,6 +272,15 @@ class WorkerAgent(AgentLoop):
         self._loader = Driver(loader, self._act, self.guard)
         home = Home(engine_id, incarnation, rendezvous, self._rank, secret)
         self._writing = Writing(home, self._side, self, self._handshakes, self._leases)
+        while self._early:
+            self._writing.on_message(*self._early.popleft())
+
+    def _to_writer(self, source: Route | str, message: Message) -> None:
+        """An order may come before the engine's first step, which tells this worker where it belongs."""
+        if self._writing is not None:
+            self._writing.on_message(source, message)
+        else:
+            self._early.append((source, message))
 
     def _writer(self) -> Writing:
         if self._writing is None:

@@ -81,6 +81,16 @@ class Dropped:
 
 
 @dataclass(frozen=True)
+class Relieve:
+    """Prompts wait for blocks: drop the oldest hold that was promised to a router and that nobody has asked for yet.
+
+    Its consumer may be waiting for just those prompts, with blocks of its own, and so never come to ask.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Void:
     """Drop every hold without an open claim (the engine resets its prefix cache)."""
 

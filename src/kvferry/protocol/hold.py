@@ -108,6 +108,10 @@ class ClaimRecord:
     def is_open(self) -> bool:
         return self.state is ClaimState.OPEN
 
+    @property
+    def was_granted(self) -> bool:
+        return self.granted_end > -math.inf
+
 
 class Hold:
     """Blocks that the ledger holds or that are promised, with every claim on them that was ever seen.
@@ -226,6 +230,11 @@ class Hold:
         if not self.claims:
             return max(self.first_end, self.disowned_end)
         return claims_end if claims_end < math.inf else self.disowned_end
+
+    def may_be_relieved(self) -> bool:
+        """Promised to a router, held, and no rank of any consumer has come for it."""
+        is_wanted = len(self.landings) or any(record.was_granted for record in self.claims.values())
+        return bool(self.routers_id) and not self.is_live and not self.failed and not is_wanted
 
     def may_be_voided(self, now: float) -> bool:
         return not (self.claims or self.is_live or len(self.landings)) and self.disowned_end <= now

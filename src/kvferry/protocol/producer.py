@@ -17,6 +17,7 @@ from kvferry.protocol.events import (
     Note,
     Promised,
     Received,
+    Relieve,
     Route,
     Send,
     Tick,
@@ -60,12 +61,13 @@ __all__ = [
     "ProducerEngine",
     "Promised",
     "Received",
+    "Relieve",
     "Send",
     "Tick",
     "Void",
 ]
 
-Event: TypeAlias = Promised | Held | Dropped | Received | Void | Closing | Tick
+Event: TypeAlias = Promised | Held | Dropped | Relieve | Received | Void | Closing | Tick
 Action: TypeAlias = Send | FreeHold | Note
 
 _OUTCOMES: dict[HoldState, FreeOutcome] = {
@@ -135,6 +137,8 @@ class ProducerEngine:
                 actions += self._on_message(route, message, now)
             case Void(reason):
                 actions += self._void(reason, now)
+            case Relieve(reason):
+                actions += self._relieve(reason, now)
             case Closing(reason):
                 actions += self._close(reason, now)
             case Tick():
@@ -222,6 +226,13 @@ class ProducerEngine:
             if hold.may_be_voided(now):
                 actions += self._end(hold, HoldTrigger.VOID, reason)
         return actions
+
+    def _relieve(self, reason: str, now: float) -> list[Action]:
+        oldest = min((hold for hold in self._all_holds() if hold.may_be_relieved()), key=_held_at, default=None)
+        if oldest is None:
+            return []
+        oldest.failed = reason
+        return [Note("hold_relieved", f"{_name(oldest)}: {reason}"), *self._settle(oldest, now)]
 
     def _close(self, reason: str, now: float) -> list[Action]:
         self._closing = reason
@@ -575,6 +586,10 @@ def _not_held(entry: RenewEntry, no: No) -> RenewedEntry:
 def _describe(release: Release) -> str:
     ranks = "all ranks" if release.ranks is None else f"ranks {list(release.ranks)}"
     return f"{ranks} of claim {release.claim_id} on {release.ref.transfer_id} from {release.engine_id}"
+
+
+def _held_at(hold: Hold) -> float:
+    return hold.held_at
 
 
 def _name(hold: Hold) -> str:

@@ -8,6 +8,7 @@ the ledger holds the blocks, since vLLM may preempt a request that has been writ
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -54,6 +55,7 @@ class Promises:
         self._promises: dict[str, Promise] = {}
         self._names: OrderedDict[str, None] = OrderedDict()
         self._over: list[str] = []
+        self._stuck_since: float | None = None
 
     def __len__(self) -> int:
         return len(self._promises)
@@ -90,9 +92,24 @@ class Promises:
 
     def steps(self, scheduled: SchedulerOutput) -> list[ComputeStep]:
         """What the workers must know of this step."""
+        self._relieve(bool(scheduled.num_scheduled_tokens))
         ids = [request_id for request_id in scheduled.num_scheduled_tokens if request_id in self._promises]
         steps = [self._step(self._promises[one], scheduled.num_scheduled_tokens[one]) for one in ids]
         return [step for step in steps if step is not None]
+
+    def _relieve(self, something_runs: bool) -> None:
+        """Held blocks may keep out the very prompts for which their consumer waits, with blocks of its own."""
+        now = time.monotonic()
+        if something_runs or not any(self._is_waiting(promise) for promise in self._promises.values()):
+            self._stuck_since = None
+        elif self._stuck_since is None:
+            self._stuck_since = now
+        elif now - self._stuck_since >= self._core.config.claim_reply_s:
+            self._stuck_since = now
+            self._core.agent.relieve("its blocks were needed for prompts that wait, and nobody had asked for it yet")
+
+    def _is_waiting(self, promise: Promise) -> bool:
+        return not promise.block_ids and not promise.problem
 
     def _step(self, promise: Promise, num_scheduled: int) -> ComputeStep | None:
         """None for what was computed before."""
