@@ -260,6 +260,23 @@ def test_a_forgotten_peer_is_no_loss(make_endpoint, received) -> None:
     assert client.receive(0.1) == []
 
 
+def test_forgetting_peers_as_they_die_leaves_the_endpoint_alive(make_endpoint, received) -> None:
+    """libzmq still tells of a socket that is being closed; where nobody listens its I/O thread stops for ever."""
+    endpoint = make_endpoint()
+    for turn in range(150):
+        peer = make_endpoint()
+        endpoint.send(peer.address, b"hello")
+        endpoint.receive(0.001 * (turn % 10))
+        peer.receive(0)
+        dying = threading.Thread(target=peer.close)
+        dying.start()
+        endpoint.forget(peer.address)
+        dying.join()
+    other = make_endpoint()
+    other.send(endpoint.address, b"still there?")
+    assert received(endpoint).frame == b"still there?"
+
+
 def test_an_idle_peer_is_forgotten_without_an_event_and_dialled_anew(make_endpoint, received, pump) -> None:
     server, client = make_endpoint(), make_endpoint(limits=Limits(idle_s=0.5))
     client.send(server.address, b"hello")

@@ -30,7 +30,16 @@ from kvferry.cli.servers import Cluster, ServerSpec
 from kvferry.cli.servers import pair as servers_of
 
 SHORT = {"first_hold_s": 4, "lease_s": 4, "renew_s": 1}
-RECOMPUTE = PairConfig(policy="recompute", extra=SHORT)
+SLOW = {"transport_options": {"local": {"wire_mbps": 10.0}}}
+"""3,000 tokens of this model, 98 MB, take ten seconds, so that something can happen meanwhile."""
+RECOMPUTE = PairConfig(
+    kind="llama-deep",
+    policy="recompute",
+    transport="local",
+    extra={**SHORT, **SLOW},
+    max_model_len=4096,
+    max_num_batched_tokens=256,
+)
 FAIL = PairConfig(policy="fail", transport="nixl", extra=SHORT)
 
 
@@ -120,14 +129,7 @@ class TestFail:
         eventually(lambda: pair.decode.used_blocks() == 0, "the failed load's blocks are free")
 
 
-SLOW = {"transport_options": {"local": {"wire_mbps": 10.0}}}
-"""3,000 tokens of this model, 98 MB, take ten seconds, so that something can happen meanwhile."""
-DEEP = PairConfig(
-    kind="llama-deep", transport="local", extra={**SHORT, **SLOW}, max_model_len=4096, max_num_batched_tokens=256
-)
-
-
-@pytest.mark.parametrize("pair", [DEEP], indirect=True, ids=["deep"])
+@pytest.mark.parametrize("pair", [RECOMPUTE], indirect=True, ids=["recompute"])
 class TestWrite:
     """Both legs come at once, and the prefill server writes while it computes."""
 

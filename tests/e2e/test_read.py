@@ -44,15 +44,6 @@ class TestEverySplit:
         assert (report["bytes"] > 0) == (num_tokens > 1)
         assert_drained(pair)
 
-    @pytest.mark.parametrize("way", WAYS[1:])
-    @pytest.mark.parametrize("num_tokens", [1, BLOCK, 1187], ids=lambda n: f"{n}tokens")
-    def test_what_is_written_gives_the_same_tokens(self, pair: Cluster, num_tokens: int, way: str) -> None:
-        prompt = prompt_of(num_tokens, seed=num_tokens)
-        expected = alone(pair, prompt)
-        report = assert_same(generate(pair, prompt, way), expected, "remote" if num_tokens > 1 else "local")
-        assert (report["bytes"] > 0) == (num_tokens > 1)
-        assert_drained(pair)
-
     def test_a_repeated_prompt_hits_the_local_cache(self, pair: Cluster) -> None:
         prompt, shared = prompt_of(2 * BLOCK + 1, seed=3), salt()
         expected = alone(pair, prompt)
@@ -62,16 +53,8 @@ class TestEverySplit:
         assert assert_same(second, expected, "local")["bytes"] == 0
         assert_drained(pair)
 
-    @pytest.mark.parametrize("way", WAYS)
-    def test_of_a_shared_prefix_only_the_suffix_moves(self, pair: Cluster, way: str) -> None:
-        prefix, shared = prompt_of(3 * BLOCK, seed=4), salt()
-        whole = generate(pair, prefix + prompt_of(40, seed=5), way, cache_salt=shared)
-        longer = prefix + prompt_of(BLOCK, seed=6)
-        expected = alone(pair, longer)
-        answer = generate(pair, longer, way, cache_salt=shared)
-        report = assert_same(answer, expected, "remote")
-        assert 0 < report["bytes"] < api.transfer_report(whole)["bytes"]
-        assert_drained(pair)
+    def test_of_a_shared_prefix_only_the_suffix_moves(self, pair: Cluster) -> None:
+        only_the_suffix_moves(pair, "read")
 
     def test_many_requests_at_once_in_every_way(self, pair: Cluster) -> None:
         prompts = [prompt_of(40 + 29 * index % 500, seed=index) for index in range(32)]
@@ -84,6 +67,43 @@ class TestEverySplit:
         with ThreadPoolExecutor(32) as pool:
             assert list(pool.map(run, range(32))) == [(tokens, "remote") for tokens in expected]
         assert_drained(pair)
+
+
+def only_the_suffix_moves(pair: Cluster, way: str) -> None:
+    prefix, shared = prompt_of(3 * BLOCK, seed=4), salt()
+    whole = generate(pair, prefix + prompt_of(40, seed=5), way, cache_salt=shared)
+    longer = prefix + prompt_of(BLOCK, seed=6)
+    expected = alone(pair, longer)
+    answer = generate(pair, longer, way, cache_salt=shared)
+    report = assert_same(answer, expected, "remote")
+    assert 0 < report["bytes"] < api.transfer_report(whole)["bytes"]
+    assert_drained(pair)
+
+
+WRITES = [
+    *(pytest.param(PLAIN, way, tokens) for way in WAYS[1:] for tokens in (BLOCK, 1187)),
+    *(pytest.param(split, "at once", 1187) for split in SPLITS[1:]),
+    *(
+        pytest.param(split, way, tokens, marks=pytest.mark.wide)
+        for split in SPLITS
+        for way in WAYS[1:]
+        for tokens in (1, 24, BLOCK - 1, BLOCK + 1, 983)
+    ),
+]
+
+
+@pytest.mark.parametrize(("pair", "way", "num_tokens"), WRITES, indirect=["pair"])
+def test_what_is_written_gives_the_same_tokens(pair: Cluster, way: str, num_tokens: int) -> None:
+    prompt = prompt_of(num_tokens, seed=num_tokens)
+    expected = alone(pair, prompt)
+    report = assert_same(generate(pair, prompt, way), expected, "remote" if num_tokens > 1 else "local")
+    assert (report["bytes"] > 0) == (num_tokens > 1)
+    assert_drained(pair)
+
+
+@pytest.mark.parametrize(("pair", "way"), [(PLAIN, way) for way in WAYS[1:]], indirect=["pair"], ids=WAYS[1:])
+def test_of_a_shared_prefix_only_the_suffix_is_written(pair: Cluster, way: str) -> None:
+    only_the_suffix_moves(pair, way)
 
 
 @pytest.mark.parametrize("pair", [PLAIN], indirect=True, ids=["1to1"])
@@ -242,7 +262,12 @@ def test_through_the_router(pair: Cluster) -> None:
     assert_drained(pair)
 
 
-WRITTEN = PairConfig(router=True, discovery=True, extra={"mode": "write", "first_hold_s": 8})
+WRITTEN = PairConfig(
+    router=True,
+    discovery=True,
+    extra={"mode": "write", "first_hold_s": 8},
+    args=("--num-gpu-blocks-override", "24"),  # small pools, for what preempts
+)
 
 
 @pytest.mark.parametrize("pair", [WRITTEN], indirect=True, ids=["write"])
@@ -312,10 +337,8 @@ class TestWritten:
         assert_drained(pair)
 
 
-SMALL = PairConfig(router=True, discovery=True, args=("--num-gpu-blocks-override", "24"))
-
-
-@pytest.mark.parametrize("pair", [SMALL], indirect=True, ids=["small-pools"])
+@pytest.mark.wide
+@pytest.mark.parametrize("pair", [PairConfig(router=True, discovery=True)], indirect=True, ids=["discovery"])
 def test_through_the_router_that_finds_its_servers(pair: Cluster) -> None:
     """MoRI-IO's contract in READ: first one leg, then the other."""
     eventually(lambda: api.is_routable(pair.router.url), "the router has heard of both servers")
@@ -325,7 +348,7 @@ def test_through_the_router_that_finds_its_servers(pair: Cluster) -> None:
     assert_drained(pair)
 
 
-@pytest.mark.parametrize("pair", [SMALL], indirect=True, ids=["small-pools"])
+@pytest.mark.parametrize("pair", [WRITTEN], indirect=True, ids=["write"])
 def test_a_producer_that_preempts_writes_again(pair: Cluster) -> None:
     """Prompts of 9 blocks for a pool of 23, in chunks and all at once: the prefill side preempts some half done."""
     prompts = [prompt_of(1100, seed=80 + index) for index in range(4)]
@@ -337,7 +360,7 @@ def test_a_producer_that_preempts_writes_again(pair: Cluster) -> None:
     assert_drained(pair)
 
 
-@pytest.mark.parametrize("pair", [SMALL], indirect=True, ids=["small-pools"])
+@pytest.mark.parametrize("pair", [WRITTEN], indirect=True, ids=["write"])
 def test_preemption_and_full_pools_change_no_token(pair: Cluster) -> None:
     """23 blocks a side for 8 requests of 4 to 6: the decode side preempts, the prefill side may not hold them all."""
     prompts = [prompt_of(400, seed=60 + index) for index in range(8)]
@@ -346,7 +369,7 @@ def test_preemption_and_full_pools_change_no_token(pair: Cluster) -> None:
     def run(prompt: list[int]) -> tuple[list[int], dict]:
         body = api.completion_body(prompt, cache_salt=salt(), max_tokens=250)
         params = api.prefill_leg(pair.prefill.url, body)["kv_transfer_params"]
-        answer = second_leg(pair, body, params)
+        answer = second_leg(pair, body, {**params, "mode": "read"})
         return api.tokens(answer), api.transfer_report(answer)
 
     with ThreadPoolExecutor(8) as pool:

@@ -68,17 +68,24 @@ def take(socket: Socket) -> Iterator[list[bytes]]:
 
 
 class Monitor:
-    """What libzmq says happens to one socket's connections."""
+    """What libzmq says happens to one socket's connections. `stop` it before the watched socket is closed."""
 
     _numbers = itertools.count()
 
     def __init__(self, context: Context, watched: Socket, events: int) -> None:
         address = f"inproc://monitor-{next(self._numbers)}"
         watched.monitor(address, events)
+        self._watched = watched
         self.socket = context.socket(zmq.PAIR)
         # On a full monitor libzmq's I/O thread would block, holding a lock that closing needs.
         self.socket.set(zmq.RCVHWM, 0)
         self.socket.connect(address)
+
+    def stop(self) -> None:
+        """No more events. Without it libzmq's I/O thread goes on to tell of a socket that is being closed; with nobody
+        left to be told it waits for ever, and with it every connection of the context."""
+        self._watched.disable_monitor()
+        self.socket.close(linger=0)
 
     def read(self) -> Iterator[tuple[int, int]]:
         """Events waiting now, at most a batch: (event, value). What the value means depends on the event."""
@@ -140,6 +147,10 @@ class ListenerWatch:
         self._handshakes = 0
         self._handshakes_at_accept: dict[int, int] = {}
         self._unattributed_failures = 0
+
+    def stop(self) -> None:
+        """As of a Monitor."""
+        self._monitor.stop()
 
     def read(self) -> None:
         """Takes what the monitor has, at most a batch."""

@@ -106,6 +106,7 @@ class Endpoint:
         self._allowed = allowed
         self._limits = limits or Limits()
         self._peers: dict[str, DialledPeer] = {}
+        self._watch: ListenerWatch | None = None
         self._idle_check_at_s = 0.0
         self._wake_lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -120,8 +121,9 @@ class Endpoint:
         except BaseException:
             self.close()
             raise
+        watch = self._watch
         self._poller = zmq.Poller()
-        for readable in (self._wake_fd, self._zap.socket, self._watch.socket, self._listener):
+        for readable in (self._wake_fd, self._zap.socket, watch.socket, self._listener):
             self._poller.register(readable, zmq.POLLIN)
 
     @property
@@ -174,7 +176,8 @@ class Endpoint:
             return
         for socket in (peer.socket, peer.monitor.socket):
             self._poller.unregister(socket)
-            socket.close(linger=0)
+        peer.monitor.stop()
+        peer.socket.close(linger=0)
 
     def receive(self, timeout_s: float | None) -> list[Event]:
         """Waits at most timeout_s (None: for ever) for something to happen; returns what did, in order per peer.
@@ -187,7 +190,7 @@ class Endpoint:
             os.eventfd_read(self._wake_fd)
         if self._zap.socket in ready:
             self._zap.serve(BATCH)
-        if self._watch.socket in ready:
+        if self._watch is not None and self._watch.socket in ready:
             self._watch.read()
         events: list[Event] = []
         if self._listener in ready:
@@ -211,6 +214,10 @@ class Endpoint:
                 return
             os.close(self._wake_fd)
             self._wake_fd = -1
+        for peer in self._peers.values():
+            peer.monitor.stop()
+        if self._watch is not None:
+            self._watch.stop()
         self._peers.clear()
         self._context.destroy(linger=round(self._limits.linger_s * 1000))
 
@@ -245,7 +252,7 @@ class Endpoint:
             on_failure.callback(socket.close, linger=0)
             self._security.secure_dialler(socket, key_id)
             monitor = Monitor(self._context, socket, DIALLER_EVENTS)
-            on_failure.callback(monitor.socket.close, linger=0)
+            on_failure.callback(monitor.stop)
             socket.connect(target)
             on_failure.pop_all()
         return DialledPeer(address, socket, monitor, self._limits)

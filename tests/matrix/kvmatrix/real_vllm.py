@@ -42,9 +42,12 @@ REAL_VLLM: tuple[RealVllm, ...] = (
     RealVllm(f"{_FAMILY}[nemotronh]", (1, 1), 4, "cpu", "local", "Nemotron-H, attention beside mamba2", _STATES),
     RealVllm(f"{_FAMILY}[qwen3next]", (1, 1), 2, "cpu", "local", "Qwen3-Next, bfloat16, beside GDN", _STATES),
     RealVllm(f"{_FAMILY}[gemma3]", (1, 1), 4, "cpu", "local", "Gemma 3, three groups", _WINDOWS),
+    RealVllm(f"{_FAMILY}[gemma3-1to2]", (1, 2), 4, "cpu", "local", "Gemma 3, three groups", _WINDOWS),
+    RealVllm(f"{_FAMILY}[gemma3-blocks-32to64]", (1, 1), 4, "cpu", "local", "Gemma 3, 32 to 64", (*_WINDOWS, *_BLOCKS)),
     RealVllm(f"{_FAMILY}[gptoss]", (1, 1), 4, "cpu", "local", "gpt-oss, two groups", _WINDOWS),
     RealVllm(f"{_FAMILY}[mistral]", (1, 1), 4, "cpu", "local", "Mistral, one group with null blocks", _WINDOWS),
     RealVllm(f"{_FAMILY}[llama-blocks-32to64]", (1, 1), 4, "cpu", "local", "Llama, 32 to 64", _BLOCKS),
     RealVllm(f"{_FAMILY}[llama-blocks-64to32]", (1, 1), 4, "cpu", "local", "Llama, 64 to 32", _BLOCKS),
     RealVllm(f"{_LATENT}[deepseekv2]", (1, 1), 1, "key_only", "local", "DeepSeek V2, by bytes", _NO_HEADS),
+    RealVllm(f"{_LATENT}[deepseekv3]", (1, 1), 1, "key_only", "local", "DeepSeek V3, by bytes", _NO_HEADS),
 )
