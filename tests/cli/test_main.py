@@ -35,13 +35,20 @@ def test_nothing_heavy_is_imported_at_the_start() -> None:
 def test_the_demo_has_the_options_that_are_documented() -> None:
     status, output = run("demo", "--help")
     assert status == 0
-    for option in ("--model", "--tp-prefill", "--tp-decode", "--transport", "--policy", "--port", "--json"):
+    for option in ("--model", "--tp-prefill", "--tp-decode", "--transport", "--mode", "--policy", "--port", "--json"):
         assert option in output
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--tp-prefill", "0"), ("--tp-decode", "two"), ("--policy", "hope"), ("--port", "70000"), ("--nonsense",)],
+    [
+        ("--tp-prefill", "0"),
+        ("--tp-decode", "two"),
+        ("--policy", "hope"),
+        ("--mode", "push"),
+        ("--port", "70000"),
+        ("--nonsense",),
+    ],
 )
 def test_wrong_options_are_refused(arguments: tuple[str, ...]) -> None:
     status, output = run("demo", *arguments)

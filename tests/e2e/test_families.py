@@ -10,7 +10,7 @@ from pathlib import Path
 
 import caches
 import pytest
-from checks import BLOCK, alone, assert_drained, first_leg, prompt_of, salt, second_leg
+from checks import BLOCK, alone, assert_drained, first_leg, generate, prompt_of, salt, second_leg
 from harness import PATIENT, PairConfig
 
 from kvferry.cli import api
@@ -81,6 +81,18 @@ def test_tokens_are_those_of_one_server(pair: Cluster) -> None:
         expected = alone(pair, prompt)
         assert len(set(expected)) > 3  # a model whose text does not depend on its cache would prove nothing
         answer = second_leg(pair, *first_leg(pair, prompt))
+        assert_right(pair, prompt, answer, expected)
+        report = api.transfer_report(answer)
+        assert (report["path"], report["bytes"] > 0) == ("remote", True)
+    assert_drained(pair)
+
+
+@pytest.mark.parametrize("pair", BY_TOKENS, indirect=True)
+def test_what_is_written_while_it_is_computed(pair: Cluster) -> None:
+    for num_tokens in (24, 191, 983):
+        prompt = prompt_of(num_tokens, seed=num_tokens)
+        expected = alone(pair, prompt)
+        answer = generate(pair, prompt, "at once")
         assert_right(pair, prompt, answer, expected)
         report = api.transfer_report(answer)
         assert (report["path"], report["bytes"] > 0) == ("remote", True)

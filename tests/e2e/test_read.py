@@ -275,7 +275,6 @@ class TestWritten:
     """What is special about a producer that writes, on a pair whose router sends both legs at once."""
 
     def test_through_the_router_that_sends_both_legs_at_once(self, pair: Cluster) -> None:
-        eventually(lambda: api.is_routable(pair.router.url), "the router has heard of both servers")
         for num_tokens in (24, 300, 1187):
             prompt = prompt_of(num_tokens, seed=31)
             expected = alone(pair, prompt)
@@ -341,7 +340,6 @@ class TestWritten:
 @pytest.mark.parametrize("pair", [PairConfig(router=True, discovery=True)], indirect=True, ids=["discovery"])
 def test_through_the_router_that_finds_its_servers(pair: Cluster) -> None:
     """MoRI-IO's contract in READ: first one leg, then the other."""
-    eventually(lambda: api.is_routable(pair.router.url), "the router has heard of both servers")
     prompt = prompt_of(300, seed=70)
     expected = alone(pair, prompt)
     assert_same(api.complete(pair.router.url, prompt, cache_salt=salt()), expected, "remote")

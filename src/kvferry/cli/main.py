@@ -36,6 +36,13 @@ class Policy(str, Enum):
     fail = "fail"
 
 
+class Mode(str, Enum):
+    """Who moves the bytes: the decode server reads, or the prefill server writes while it computes."""
+
+    read = "read"
+    write = "write"
+
+
 ModelOption = Annotated[Path | None, typer.Option("--model", help="Model directory. Default: SmolLM2-135M-Instruct.")]
 TpPrefillOption = Annotated[
     int, typer.Option("--tp-prefill", min=1, help="Tensor-parallel workers of the prefill server.")
@@ -47,6 +54,9 @@ TransportOption = Annotated[
     str | None, typer.Option("--transport", help="Transport, e.g. local or nixl. Default: the best.")
 ]
 PolicyOption = Annotated[Policy, typer.Option("--policy", help="When KV does not arrive: compute it again, or fail.")]
+ModeOption = Annotated[
+    Mode, typer.Option("--mode", help="The decode server reads, or the prefill server writes while it computes.")
+]
 PortOption = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of the router; 0 takes a free one.")]
 
 
@@ -71,6 +81,7 @@ def demo(
     tp_prefill: TpPrefillOption = 1,
     tp_decode: TpDecodeOption = 1,
     transport: TransportOption = None,
+    mode: ModeOption = Mode.read,
     policy: PolicyOption = Policy.recompute,
     port: PortOption = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
@@ -87,7 +98,7 @@ def demo(
         if json_file is not None:
             demonstration.require_writable(json_file)
         directory = _model(model, (tp_prefill, tp_decode), reporter)
-        with _cluster(directory, tp_prefill, tp_decode, transport, policy, port, reporter) as cluster:
+        with _cluster(directory, tp_prefill, tp_decode, transport, mode, policy, port, reporter) as cluster:
             rows = demonstration.run(cluster, CHUNK_TOKENS, reporter)
     demonstration.show(rows, console)
     if json_file is not None:
@@ -102,6 +113,7 @@ def up(
     tp_prefill: TpPrefillOption = 1,
     tp_decode: TpDecodeOption = 1,
     transport: TransportOption = None,
+    mode: ModeOption = Mode.read,
     policy: PolicyOption = Policy.recompute,
     port: PortOption = 0,
 ) -> None:
@@ -112,7 +124,7 @@ def up(
     with _ended_well(console), _reporter(console) as reporter:
         _check_options(transport, port)
         directory = _model(model, (tp_prefill, tp_decode), reporter)
-        with _cluster(directory, tp_prefill, tp_decode, transport, policy, port, reporter) as cluster:
+        with _cluster(directory, tp_prefill, tp_decode, transport, mode, policy, port, reporter) as cluster:
             serve.until_stopped(cluster, reporter)
 
 
@@ -195,14 +207,17 @@ def _cluster(
     tp_prefill: int,
     tp_decode: int,
     transport: str | None,
+    mode: Mode,
     policy: Policy,
     port: int,
     reporter: Reporter,
 ) -> Cluster:
     from kvferry.cli.servers import Cluster, pair
 
-    specs = pair(model, tp_prefill, tp_decode, transport, policy.value, max_num_batched_tokens=CHUNK_TOKENS)
-    return Cluster(specs, router=True, router_port=port, reporter=reporter)
+    extra = {"mode": mode.value}
+    specs = pair(model, tp_prefill, tp_decode, transport, policy.value, extra, max_num_batched_tokens=CHUNK_TOKENS)
+    # To write pays where a router sends both legs at once; the one that does finds its servers by itself.
+    return Cluster(specs, router=True, router_port=port, reporter=reporter, discovery=mode is Mode.write)
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ ROUTER = "router"
 
 _GRACE_S = 12.0  # from SIGTERM to SIGKILL: vLLM's own shutdown takes 4 to 7 s
 _POLL_S = 0.25
+_ANNOUNCED_S = 60.0
 _START_TIMEOUT_S = 600.0
 
 
@@ -250,6 +251,19 @@ class Cluster:
             port = self._router_port or router_port
             self._router = self._spawn_router(port, router_metrics_port, discovery)
             self._wait_ready([self._router])
+            if discovery:
+                self._wait_routable(self._router)
+
+    def _wait_routable(self, router: Server) -> None:
+        """The servers announce themselves every few seconds."""
+        deadline_s = time.monotonic() + _ANNOUNCED_S
+        while not api.is_routable(router.url):
+            if time.monotonic() > deadline_s:
+                raise Problem(
+                    f"the router has not heard of both servers after {_ANNOUNCED_S:.0f} s",
+                    details="\n".join(["its last lines:", *router.log_lines(15)]),
+                )
+            time.sleep(_POLL_S)
 
     def _spawn(self, spec: ServerSpec, port: int) -> Server:
         children = self._running()
