@@ -6,12 +6,13 @@ import secrets
 
 import numpy as np
 import pytest
-from agent_engines import BLOCK, HEAD, LAYERS, Engine, digest_of, eventually, request_for, values
+from agent_engines import BLOCK, HEAD, LAYERS, Engine, digest_of, eventually, open_endpoint, request_for, values
 
 from kvferry.agent import ComputeStep, LoadRequest
 from kvferry.protocol.digest import blocks_digest
 from kvferry.protocol.lease import Leases
-from kvferry.protocol.messages import TransferRef
+from kvferry.protocol.messages import CloseWrite, Landing, StopWrite, TransferRef, WriteDone, WriteOpened, encode
+from kvferry.protocol.writer import FIRST_SEQ
 from kvferry.transport.base import Batch, Handle, Peer, Transport, TransportError
 
 NAMES = [f"layer.{index}" for index in range(LAYERS)]
@@ -317,6 +318,43 @@ def test_a_writer_that_is_proven_gone_is_quiet(make_engine) -> None:
     assert consumer.inbox() == []
     mortal.are_gone = True
     eventually(lambda: consumer.inbox(), "its process is gone")
+
+
+def test_strangers_cannot_speak_for_an_engine_or_a_writer(make_engine) -> None:
+    producer, consumer = make_engine(), make_engine()
+    prefill = Prefill(producer, 14, "tx-1")
+    load = order_for(prefill, [9, 2, 4, 8])
+    start(consumer, load)
+    landing = Landing(load.claim_id, load.load_id, 0, 0)
+    forged = {
+        producer.workers[0].agent: [
+            WriteOpened(
+                landing=landing, seq=FIRST_SEQ + 1, transfer_id=prefill.ref.transfer_id, block_ids=((1, 2, 3, 4),)
+            ),
+            StopWrite(landing=landing, reason="stop"),
+        ],
+        consumer.workers[0].agent: [WriteDone(landing=landing, num_bytes=1, num_descriptors=1, transport="local")],
+        producer.agent: [CloseWrite(landing=landing, seq=1)],
+    }
+    with open_endpoint() as stranger:
+        for agent, messages in forged.items():
+            for message in messages:
+                stranger.send(agent.endpoint.address, encode(message))
+        for agent, names in {
+            producer.workers[0].agent: ("foreign_writeopened", "foreign_stopwrite"),
+            consumer.workers[0].agent: ("foreign_writedone",),
+            producer.agent: ("foreign_writers",),
+        }.items():
+            for name in names:
+                counts = agent.counters
+                eventually(lambda c=counts, n=name: not stranger.receive(0.001) and c[n] == 1, f"{name} is counted")
+    assert consumer.collected(load.load_id) == []
+    for upto in (9, 14):
+        prefill.step(upto)
+    prefill.hold()
+    eventually(lambda: consumer.collected(load.load_id), "the load is done")
+    assert consumer.collected(load.load_id)[0].ok
+    assert consumer.holds_prompt([9, 2, 4, 8], 14)
 
 
 class Mortal:

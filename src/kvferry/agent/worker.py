@@ -39,13 +39,9 @@ MAX_EARLY = 256
 LOOK_FOR_DEAD_S = 0.5
 """How often writers of loads that are not quiet are looked for."""
 
-_FOR_WRITERS = (
-    messages.RemoteBlocks,
-    messages.CancelWrite,
-    messages.WriteOpened,
-    messages.StopWrite,
-    messages.WriteClosed,
-)
+_FROM_CONSUMERS = (messages.RemoteBlocks, messages.CancelWrite)
+_FROM_OUR_ENGINE = (messages.WriteOpened, messages.StopWrite, messages.WriteClosed)
+_FROM_WRITERS = (messages.WriteDone, messages.Failed)
 
 
 @dataclass
@@ -210,12 +206,25 @@ class WorkerAgent(AgentLoop):
             self._handshakes.on_record(source, message)
         elif isinstance(message, messages.Refused) and not message.claim_id and isinstance(source, str):
             self._handshakes.on_refused(source, message)
-        elif isinstance(message, _FOR_WRITERS) or (isinstance(message, messages.Refused) and message.seq > FIRST_SEQ):
+        elif isinstance(message, _FROM_CONSUMERS):
             self._to_writer(source, message)
+        elif isinstance(message, _FROM_OUR_ENGINE) or (
+            isinstance(message, messages.Refused) and message.seq > FIRST_SEQ
+        ):
+            if source == self._rendezvous:
+                self._to_writer(source, message)
+            else:
+                self._count_foreign(message)
+        elif isinstance(message, _FROM_WRITERS) and not isinstance(source, str):
+            self._count_foreign(message)
         else:
             if isinstance(message, messages.WriteDone):
                 self._count_written(message)
             self._handle(Received(source, message))
+
+    def _count_foreign(self, message: Message) -> None:
+        """It answers nothing that we asked where it comes from: nobody else may speak for our engine or a writer."""
+        self.counters[f"foreign_{type(message).__name__.lower()}"] += 1
 
     def on_lost(self, address: str, reason: str) -> None:
         reason = f"connection to {address} lost: {reason}"
