@@ -26,7 +26,11 @@ from harness import PairConfig
 from kvferry.cli import api
 from kvferry.cli.servers import Cluster
 
-PLAIN = PairConfig(router=True, env={"VLLM_SERVER_DEV_MODE": "1"})  # the mode that has /reset_prefix_cache and /pause
+PLAIN = PairConfig(
+    router=True,
+    extra={"first_hold_s": 20},  # some tests wait for what nobody fetches
+    env={"VLLM_SERVER_DEV_MODE": "1"},  # the mode that has /reset_prefix_cache and /pause
+)
 SPLITS = [PLAIN, PairConfig(tp_decode=2, transport="nixl"), PairConfig(tp_prefill=2)]
 
 
