@@ -1,11 +1,11 @@
 """WRITE beside READ: from the end of prefill to the decode server having its KV, on one pair of servers in one run.
 
-    python benchmarks/write_vs_read.py [--requests 10] [--tokens 1000,2000,4000] [--wire-mbps 0,2000]
+    python benchmarks/write_vs_read.py [--requests 10] [--tokens 1000,2000,4000] [--wire-mbps 0,500]
 
 Each request goes both ways in turn, with a cache salt of its own. READ: the prefill leg, then the decode leg. WRITE:
-both legs at once, as vllm-router sends them with `--kv-connector moriio`. What is measured is the time from the answer
-of the prefill leg to the decode server's first token, less the time that the decode server takes for that token with
-all of its KV in its own cache: so what is left is what one waits for the transfer and its messages.
+both legs at once, as vllm-router sends them with `--kv-connector moriio`. What is measured is what a client waits beyond
+the prefill: from the start of the request to the decode server's first token, less the time that the prefill leg takes
+in READ. So it holds the transfer, its messages, and the decode server's own first step, which is the same in both.
 
 Two cores compute and copy at once here, and a local copy is nearly free, so the second part of the table delays the
 transport's copies as a network card of so many megabytes per second would (`wire_mbps` of the transport `local`).
@@ -30,9 +30,9 @@ WARM_UP = 2
 
 
 class Sample(NamedTuple):
-    """One request, in ms. ready: from the end of the prefill leg to the decode leg's first token; prefill: that leg."""
+    """One request, in ms. total: to the decode leg's first token; prefill: the prefill leg."""
 
-    ready: float
+    total: float
     prefill: float
 
 
@@ -57,7 +57,7 @@ def read(cluster: Cluster, body: api.Json) -> Sample:
     params = api.prefill_leg(cluster.prefill.url, body)["kv_transfer_params"]
     end = time.perf_counter()
     at = first_token_at(cluster.decode.url, {**body, "kv_transfer_params": {**params, "mode": "read"}})
-    return Sample((at - end) * 1e3, (end - begin) * 1e3)
+    return Sample((at - begin) * 1e3, (end - begin) * 1e3)
 
 
 def write(cluster: Cluster, body: api.Json, address: api.Json) -> Sample:
@@ -65,33 +65,27 @@ def write(cluster: Cluster, body: api.Json, address: api.Json) -> Sample:
     params = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": name, **address}
     first = {**body, "max_tokens": 1, "kv_transfer_params": {**api.PREFILL_PARAMS, "transfer_id": name}}
     with ThreadPoolExecutor(1) as pool:
-        decode = pool.submit(first_token_at, cluster.decode.url, {**body, "kv_transfer_params": params})
         begin = time.perf_counter()
+        decode = pool.submit(first_token_at, cluster.decode.url, {**body, "kv_transfer_params": params})
         api.post(f"{cluster.prefill.url}/v1/completions", first)
         end = time.perf_counter()
-        return Sample((decode.result() - end) * 1e3, (end - begin) * 1e3)
-
-
-def warm(cluster: Cluster, body: api.Json) -> float:
-    """ms to the first token when the decode server has all the KV itself: `body` was served before."""
-    begin = time.perf_counter()
-    return (first_token_at(cluster.decode.url, body) - begin) * 1e3
+        return Sample((decode.result() - begin) * 1e3, (end - begin) * 1e3)
 
 
 def measure(cluster: Cluster, num_tokens: int, requests: int, address: api.Json) -> dict[str, float]:
-    reads: list[float] = []
-    writes: list[float] = []
-    prefills: list[float] = []
+    """Medians in ms; read and write beyond the prefill of READ."""
+    reads: list[Sample] = []
+    writes: list[Sample] = []
     for seed in range(requests + WARM_UP):
         for way in (reads, writes):
             body = api.completion_body(prompt_of(num_tokens, seed), cache_salt=secrets.token_hex(8))
-            sample = read(cluster, body) if way is reads else write(cluster, body, address)
-            way.append(sample.ready - warm(cluster, body))
-            prefills.append(sample.prefill)
+            way.append(read(cluster, body) if way is reads else write(cluster, body, address))
+    prefill = statistics.median(sample.prefill for sample in reads[WARM_UP:])
     return {
-        "prefill_ms": statistics.median(prefills[2 * WARM_UP :]),
-        "read_ms": statistics.median(reads[WARM_UP:]),
-        "write_ms": statistics.median(writes[WARM_UP:]),
+        "prefill_ms": prefill,
+        "prefill_in_write_ms": statistics.median(sample.prefill for sample in writes[WARM_UP:]),
+        "read_ms": statistics.median(sample.total for sample in reads[WARM_UP:]) - prefill,
+        "write_ms": statistics.median(sample.total for sample in writes[WARM_UP:]) - prefill,
     }
 
 
