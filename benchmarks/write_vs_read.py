@@ -3,9 +3,10 @@
     python benchmarks/write_vs_read.py [--requests 10] [--tokens 1000,2000,4000] [--wire-mbps 0,500]
 
 Each request goes both ways in turn, with a cache salt of its own. READ: the prefill leg, then the decode leg. WRITE:
-both legs at once, as vllm-router sends them with `--kv-connector moriio`. What is measured is what a client waits beyond
-the prefill: from the start of the request to the decode server's first token, less the time that the prefill leg takes
-in READ. So it holds the transfer, its messages, and the decode server's own first step, which is the same in both.
+both legs at once, as vllm-router sends them with `--kv-connector moriio`. "Ready" is the time from the answer of the
+prefill leg to the decode server's first token: the transfer, its messages, and the decode server's own first step,
+which is the same in both. On few cores a decode server that waits for its KV slows the prefill down (vLLM steps its
+engine all the time then), so the prefill of both ways and the totals are shown as well.
 
 Two cores compute and copy at once here, and a local copy is nearly free, so the second part of the table delays the
 transport's copies as a network card of so many megabytes per second would (`wire_mbps` of the transport `local`).
@@ -73,20 +74,19 @@ def write(cluster: Cluster, body: api.Json, address: api.Json) -> Sample:
 
 
 def measure(cluster: Cluster, num_tokens: int, requests: int, address: api.Json) -> dict[str, float]:
-    """Medians in ms; read and write beyond the prefill of READ."""
+    """Medians in ms."""
     reads: list[Sample] = []
     writes: list[Sample] = []
     for seed in range(requests + WARM_UP):
         for way in (reads, writes):
             body = api.completion_body(prompt_of(num_tokens, seed), cache_salt=secrets.token_hex(8))
             way.append(read(cluster, body) if way is reads else write(cluster, body, address))
-    prefill = statistics.median(sample.prefill for sample in reads[WARM_UP:])
-    return {
-        "prefill_ms": prefill,
-        "prefill_in_write_ms": statistics.median(sample.prefill for sample in writes[WARM_UP:]),
-        "read_ms": statistics.median(sample.total for sample in reads[WARM_UP:]) - prefill,
-        "write_ms": statistics.median(sample.total for sample in writes[WARM_UP:]) - prefill,
-    }
+    results: dict[str, float] = {}
+    for name, samples in (("read", reads[WARM_UP:]), ("write", writes[WARM_UP:])):
+        results[f"{name}_prefill_ms"] = statistics.median(sample.prefill for sample in samples)
+        results[f"{name}_total_ms"] = statistics.median(sample.total for sample in samples)
+        results[f"{name}_ready_ms"] = statistics.median(sample.total - sample.prefill for sample in samples)
+    return results
 
 
 def address_of(cluster: Cluster) -> api.Json:
@@ -110,14 +110,15 @@ def main(requests: int = 10, tokens: str = "1000,2000,4000", wire_mbps: str = "0
             address = address_of(cluster)
             wire = f"{mbps:g} MB/s" if mbps else "as is"
             results[wire] = {length: measure(cluster, length, requests, address) for length in lengths}
-    print(f"{'wire':>10} {'prompt':>7} {'prefill ms':>11} {'READ ms':>8} {'WRITE ms':>9} {'ratio':>6}")
+    columns = ("prefill", "ready", "total")
+    print(
+        f"{'wire':>10} {'prompt':>7}"
+        + "".join(f" {f'{way} {one}':>14}" for one in columns for way in ("READ", "WRITE"))
+    )
     for wire, rows in results.items():
         for length, row in rows.items():
-            ratio = row["write_ms"] / row["read_ms"]
-            print(
-                f"{wire:>10} {length:>7} {row['prefill_ms']:>11.1f} {row['read_ms']:>8.1f} {row['write_ms']:>9.1f}"
-                f" {ratio:>6.2f}"
-            )
+            figures = [row[f"{way}_{one}_ms"] for one in columns for way in ("read", "write")]
+            print(f"{wire:>10} {length:>7}" + "".join(f" {figure:>14.1f}" for figure in figures))
     json.dump({"requests": requests, **results}, sys.stdout)
     print()
 
