@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -143,15 +145,9 @@ class TestWrite:
     def test_a_first_leg_whose_client_leaves(self, pair: Cluster) -> None:
         prompt = prompt_of(1500, seed=71)
         expected = alone(pair, prompt)
-        body = second_leg_alone(pair, prompt)
-        with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(api.post, f"{pair.decode.url}/v1/completions", body)
-            wait_for_its_kv(pair)
-            landed = Landed(pair)
-            first = api.Stream(pair.prefill.url, first_leg_of(body))
-            eventually(landed, "something has been written")
+        with half_written(pair, prompt) as (first, second):
             first.drop()
-            assert api.tokens(waiting.result()) == expected
+            assert api.tokens(second.result()) == expected
         assert_drained(pair)
 
     @pytest.mark.wide
@@ -171,18 +167,25 @@ class TestWrite:
     def test_a_producer_killed_after_the_first_layer(self, pair: Cluster) -> None:
         prompt = prompt_of(1500, seed=74)
         expected = alone(pair, prompt)
-        body = second_leg_alone(pair, prompt)
-        with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(api.post, f"{pair.decode.url}/v1/completions", body)
-            wait_for_its_kv(pair)
-            landed = Landed(pair)
-            first = api.Stream(pair.prefill.url, first_leg_of(body))
-            eventually(landed, "something has been written")
+        with half_written(pair, prompt) as (first, second):
             pair.prefill.kill()
             first.drop()
-            assert_same(waiting.result(), expected, "recomputed")
+            assert_same(second.result(), expected, "recomputed")
         eventually(lambda: pair.decode.used_blocks() == 0, "the failed load's blocks are free")
         assert alone(pair, prompt) == expected  # the last test of this pair: nobody needs the prefill server again
+
+
+@contextmanager
+def half_written(pair: Cluster, prompt: list[int]) -> Iterator[tuple[api.Stream, Future[api.Json]]]:
+    """Both legs run, and some of the prompt has been written, not all: the first leg, and the second one's answer."""
+    body = second_leg_alone(pair, prompt)
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(api.post, f"{pair.decode.url}/v1/completions", body)
+        wait_for_its_kv(pair)
+        landed = Landed(pair)
+        first = api.Stream(pair.prefill.url, first_leg_of(body))
+        eventually(landed, "something has been written")
+        yield first, second
 
 
 def wait_for_its_kv(pair: Cluster) -> None:

@@ -1,6 +1,6 @@
 """A producer whose held blocks keep promised prompts waiting lets go of one that nobody has asked for."""
 
-from builders import by_router, held, landing, notes, of_kind, open_write, producer, promised, ref, renew
+from builders import by_router, close_write, held, landing, notes, of_kind, open_write, producer, promised, ref, renew
 
 from kvferry.protocol.events import FreeHold, Received, Relieve
 from kvferry.protocol.messages import Refused
@@ -11,6 +11,7 @@ WHY = "its blocks were needed"
 def hold(machine, transfer_id, now, routers_id):
     machine.handle(promised(ref(transfer_id), routers_id), now)
     machine.handle(held(ref(transfer_id)), now)
+    machine.handle(Received("d", renew(f"claim on {transfer_id}", of=by_router(routers_id))), now)
 
 
 def freed(actions):
@@ -31,6 +32,25 @@ def test_what_was_asked_for_stays():
     machine = producer()
     hold(machine, "x", 0.0, "R")
     machine.handle(Received("w", open_write(landing(), ref=by_router())), 1.0)
+    assert machine.handle(Relieve(WHY), 2.0) == []
+
+
+def test_what_one_rank_has_come_for_stays_when_that_one_is_done():
+    """Another rank of the same consumer may be on its way."""
+    machine = producer()
+    hold(machine, "x", 0.0, "R")
+    first = landing(claim_id="claim on x", rank=0)
+    machine.handle(Received("w", open_write(first, num_ranks=1, ref=by_router())), 1.0)
+    machine.handle(Received("w", close_write(first)), 2.0)
+    assert machine.handle(Relieve(WHY), 3.0) == []
+
+
+def test_what_a_reader_waits_for_stays():
+    """A router names transfers of READ as well, but its consumers take the name that the first leg answered."""
+    machine = producer()
+    machine.handle(promised(ref("x"), "R"), 0.0)
+    machine.handle(held(ref("x")), 0.0)
+    machine.handle(Received("d", renew("c", of=ref("x"))), 1.0)
     assert machine.handle(Relieve(WHY), 2.0) == []
 
 

@@ -488,7 +488,9 @@ def test_a_state_that_is_not_cut_is_promised_to_nobody(make_side) -> None:
 
 def test_held_blocks_that_keep_prompts_waiting_are_let_go(make_side) -> None:
     """The consumer may wait for the very prompts that they keep out."""
-    producer = make_side("producer", claim_reply_s=0.05)
+    producer, consumer = make_side("producer", claim_reply_s=0.05), make_side("consumer")
+    waiting = request_of("second-held", 40, to_come(producer, transfer_id="tx-held"))
+    consumer.half.on_new_request(waiting)
     held = first_leg_under_a_name(producer, name="tx-held")
     producer.allocate(held, 40)
     producer.step(held, 40)

@@ -9,7 +9,7 @@ from kvferry.layout.overlaps import folded
 
 MAX_DESCRIPTORS = 1 << 22
 """Of one request between two workers. Planning and proving one takes about 0.1 us (benchmarks/plan.py), and posting it
-a few times that: so this is a second or two of the I/O thread that all requests share, and 0.3 GB. Layouts that are
+a few times that: so this is a second or two of the I/O thread that all requests share. Layouts that are
 alike need one for each layer and block: 300,000 for 100 layers and 50,000 tokens."""
 
 USUAL_TOKENS = 16

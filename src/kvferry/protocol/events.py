@@ -82,9 +82,9 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Relieve:
-    """Prompts wait for blocks: drop the oldest hold that was promised to a router and that nobody has asked for yet.
+    """Prompts wait for blocks: drop the oldest hold whose consumer waits by a router's name and has not come for it.
 
-    Its consumer may be waiting for just those prompts, with blocks of its own, and so never come to ask.
+    That consumer may be waiting for just those prompts, with blocks of its own, and so never come to ask.
     """
 
     reason: str

@@ -116,7 +116,8 @@ class ClaimRecord:
 class Hold:
     """Blocks that the ledger holds or that are promised, with every claim on them that was ever seen.
 
-    offer: Promised while the prompt is not computed. routers_id: see there. failed: why the prompt never will be
+    offer: Promised while the prompt is not computed. routers_id: see there. is_awaited: a consumer claims it by that
+    name. failed: why the prompt never will be
     computed; "" if it is, or may be. landings: of ranks of this engine that may be writing.
     disowned: why, by id of a claim whose reader wanted something else; it neither keeps nor ends the hold.
     disowned_end: until then a rank of such a claim may trust a lease that it was granted.
@@ -131,6 +132,7 @@ class Hold:
         "failed",
         "first_end",
         "held_at",
+        "is_awaited",
         "landings",
         "longest_end",
         "offer",
@@ -142,6 +144,7 @@ class Hold:
     def __init__(self, offer: Held | Promised, leases: Leases, now: float) -> None:
         self.offer = offer
         self.routers_id = offer.routers_id if isinstance(offer, Promised) else ""
+        self.is_awaited = False
         self.failed = ""
         self.plain_ranks: dict[Route, int] = {}
         self.landings = Landings(leases)
@@ -232,9 +235,10 @@ class Hold:
         return claims_end if claims_end < math.inf else self.disowned_end
 
     def may_be_relieved(self) -> bool:
-        """Promised to a router, held, and no rank of any consumer has come for it."""
-        is_wanted = len(self.landings) or any(record.was_granted for record in self.claims.values())
-        return bool(self.routers_id) and not self.is_live and not self.failed and not is_wanted
+        """Held; its consumer waits by the router's name, and so may have blocks of its own; and none of its ranks has
+        come for it. By any other name a consumer waits without blocks."""
+        has_come = self.landings.were_used or any(record.was_granted for record in self.claims.values())
+        return self.is_awaited and not self.is_live and not self.failed and not has_come
 
     def may_be_voided(self, now: float) -> bool:
         return not (self.claims or self.is_live or len(self.landings)) and self.disowned_end <= now

@@ -52,6 +52,11 @@ class Landings:
         """Those that are open."""
         return len(self._open)
 
+    @property
+    def were_used(self) -> bool:
+        """Whether any was ever opened or closed."""
+        return bool(self._open) or len(self._closed) > 0
+
     def open(self, landing: Landing, route: Route) -> bool:
         """False: it was closed. Open already: the route may be a new one."""
         if landing in self._closed:

@@ -355,6 +355,7 @@ class ProducerEngine:
         record = self._admit(hold, entry.claim_id, entry.num_ranks, now)
         if isinstance(record, No):
             return _not_held(entry, record)
+        hold.is_awaited |= entry.ref.is_routers
         return RenewedEntry(claim_id=entry.claim_id, held=True, reason="", lease_s=self._renew(hold, record, now))
 
     def _on_release(self, route: Route, release: Release, now: float) -> list[Action]:

@@ -54,6 +54,7 @@ class Promises:
         self._core = core
         self._promises: dict[str, Promise] = {}
         self._names: OrderedDict[str, None] = OrderedDict()
+        self._told: set[str] = set()  # transfer ids that the workers know
         self._over: list[str] = []
         self._stuck_since: float | None = None
 
@@ -128,6 +129,7 @@ class Promises:
             promise.block_ids = block_ids
             if not self._hold(promise, [len(table) for table in tables]):
                 return None
+        self._told.add(promise.ref.transfer_id)
         return ComputeStep(
             transfer_id=promise.ref.transfer_id,
             attempt=request.num_preemptions,
@@ -175,8 +177,10 @@ class Promises:
         self._drop(promise, f"the producer's request ended early ({request.status.name})")
 
     def ended(self, ref: TransferRef) -> None:
-        """The hold is over: the workers may forget what they know of it."""
-        self._over.append(ref.transfer_id)
+        """The hold is over: the workers may forget what they know of it, if they do."""
+        if ref.transfer_id in self._told:
+            self._told.remove(ref.transfer_id)
+            self._over.append(ref.transfer_id)
 
     def take_over(self) -> list[str]:
         """Transfer ids that ended since the last call."""
