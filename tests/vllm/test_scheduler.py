@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +23,18 @@ from kvferry.vllm.scheduler import SchedulerSide
 
 BLOCK = 16
 NUM_BLOCKS = 33  # one of them is the null block
-NOTHING = SimpleNamespace(num_scheduled_tokens={})
+
+
+def step_of(*computes: tuple[str, int], finished: Sequence[str] = (), preempted: Sequence[str] | None = None) -> Any:
+    """What vLLM's scheduler decided for a step: (request id, tokens) that it computes."""
+    return SimpleNamespace(
+        num_scheduled_tokens=dict(computes),
+        finished_req_ids=set(finished),
+        preempted_req_ids=None if preempted is None else set(preempted),
+    )
+
+
+NOTHING = step_of()
 """A step that computes nothing."""
 
 
@@ -95,7 +106,7 @@ class Side:
 
     def step(self, request: Request, num_tokens: int) -> Any:
         """One engine step that computes so many tokens of the request; what its workers are told."""
-        told = self.half.build_connector_meta(SimpleNamespace(num_scheduled_tokens={request.request_id: num_tokens}))
+        told = self.half.build_connector_meta(step_of((request.request_id, num_tokens)))
         request.num_computed_tokens += num_tokens
         return told
 
@@ -535,3 +546,19 @@ def test_parameters_that_name_no_transfer_to_come(make_side, change: dict[str, A
     producer, consumer = make_side("producer"), make_side("consumer", policy="fail")
     _, load = begin(consumer, to_come(producer, **change))
     assert named in load.refused
+
+
+def test_workers_learn_when_nothing_runs(make_side: Callable[..., Side]) -> None:
+    """A step without tokens may stand between two that have some: then its workers must not wait for loads."""
+    half = make_side("consumer").half
+    steps = [
+        step_of(),
+        step_of(("a", 5), ("b", 1)),
+        step_of(),  # what was scheduled before may still run
+        step_of(("a", 1), finished=["b"]),
+        step_of(preempted=["a"]),
+        step_of(("a", 6)),
+        step_of(finished=["a"]),
+    ]
+    told = [half.build_connector_meta(step).computes_nothing for step in steps]
+    assert told == [True, False, False, False, True, False, True]

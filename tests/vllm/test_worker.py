@@ -23,7 +23,7 @@ from kvferry.vllm import attention, config, specs
 from kvferry.vllm.attention import Backend
 from kvferry.vllm.groups import UnsupportedCache
 from kvferry.vllm.metadata import StepMetadata
-from kvferry.vllm.worker import WorkerSide
+from kvferry.vllm.worker import MAX_WAIT_S, WorkerSide
 
 NUM_BLOCKS, HEADS = 16, 4
 NAMES = [f"layer.{index}" for index in range(LAYERS)]
@@ -79,10 +79,16 @@ class Steps:
         self.failed: list[str] = []
         self.records: dict[int, bytes] = {}
 
-    def step(self, *loads, cancels=()) -> None:
+    def step(self, *loads, cancels=(), computes_nothing: bool = False) -> None:
         agent = self.engine.agent
         step = StepMetadata(
-            agent.engine_id, agent.incarnation, agent.endpoint.address, agent.home, list(loads), list(cancels)
+            agent.engine_id,
+            agent.incarnation,
+            agent.endpoint.address,
+            agent.home,
+            list(loads),
+            list(cancels),
+            computes_nothing=computes_nothing,
         )
         self.half.begin_step(step)
         self.half.start_load_kv(step)
@@ -130,6 +136,32 @@ def test_a_load_is_reported_once(worker: WorkerSide, steps: Steps, producer: Eng
         assert torch.equal(caches[name][[3, 4]], source[index, [1, 2]])
         assert torch.equal(caches[name][[5, 6]], source[index, [1, 2]])
         assert not caches[name][7:].any()
+
+
+def test_a_step_that_computes_nothing_ends_with_the_next_result(
+    worker: WorkerSide, steps: Steps, producer: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.vllm.worker.MAX_WAIT_S", 60.0)
+    monkeypatch.setattr("kvferry.vllm.worker.SHARE_OF_WAIT", 1e9)
+    worker.register_kv_caches(kv_caches())
+    for name in ("a", "b"):
+        steps.step(load_of(producer, name, [3, 4]), computes_nothing=True)
+        assert steps.finished[-1:] == [name]
+
+
+def test_no_step_waits_that_computes_or_has_no_load(
+    worker: WorkerSide, steps: Steps, producer: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.vllm.worker.SHARE_OF_WAIT", 1e9)
+    worker.register_kv_caches(kv_caches())
+    waits: list[float] = []
+    collect = worker._agent.collect
+    monkeypatch.setattr(worker._agent, "collect", lambda wait_s: waits.append(wait_s) or collect())
+    steps.step(computes_nothing=True)
+    steps.step(load_of(producer, "a", [3, 4]))
+    assert waits == [0.0, 0.0]
+    steps.step(load_of(producer, "b", [5, 6]), computes_nothing=True)
+    assert waits[2] == MAX_WAIT_S
 
 
 def test_a_dead_agent_fails_what_runs_and_what_comes(worker: WorkerSide, steps: Steps, producer: Engine) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
+
 import msgspec
 
 from kvferry.protocol.messages import TransferRef
@@ -57,3 +60,25 @@ class LoadResult(msgspec.Struct, frozen=True):
     num_descriptors: int
     seconds: float
     wait_s: float
+
+
+class Results:
+    """Results on their way from the agent's thread to the one that takes them."""
+
+    def __init__(self) -> None:
+        self._results: deque[LoadResult] = deque()
+        self._any = threading.Event()
+
+    def put(self, result: LoadResult) -> None:
+        self._results.append(result)
+        self._any.set()
+
+    def take(self, wait_s: float = 0.0) -> list[LoadResult]:
+        """All since the last call; waits for the first of them, up to `wait_s` seconds."""
+        if wait_s > 0:
+            self._any.wait(wait_s)
+        self._any.clear()  # first: what is put from here on sets it again
+        taken = []
+        while self._results:
+            taken.append(self._results.popleft())
+        return taken

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from kvferry.agent import peers
 from kvferry.agent.driver import Driver
 from kvferry.agent.handshakes import Handshakes
-from kvferry.agent.loads import LoadRequest, LoadResult
+from kvferry.agent.loads import LoadRequest, LoadResult, Results
 from kvferry.agent.loop import AgentLoop, boottime
 from kvferry.agent.peers import Producer, Side
 from kvferry.agent.sources import ComputeStep, IsDone
@@ -108,7 +108,7 @@ class WorkerAgent(AgentLoop):
         self._unacknowledged: dict[str, _Unacknowledged] = {}
         self._nudged_until = 0.0
         self._quiesced_seq = 0
-        self._results: deque[LoadResult] = deque()
+        self._results = Results()
 
     # For the worker's main thread.
 
@@ -156,12 +156,9 @@ class WorkerAgent(AgentLoop):
         """Nobody can want these any more."""
         self.submit(lambda: self._writer().sources.forget(transfer_ids))
 
-    def collect(self) -> list[LoadResult]:
-        """Results since the last call."""
-        results: list[LoadResult] = []
-        while self._results:
-            results.append(self._results.popleft())
-        return results
+    def collect(self, wait_s: float = 0.0) -> list[LoadResult]:
+        """Results since the last call; waits for the first of them, up to `wait_s` seconds."""
+        return self._results.take(wait_s)
 
     # The agent's thread.
 
@@ -445,7 +442,7 @@ class WorkerAgent(AgentLoop):
             self._written.pop(report.load_id, None)
         now = boottime()
         posted_at = load.posted_at if load.posted_at is not None else now
-        self._results.append(
+        self._results.put(
             LoadResult(
                 request_id=load.request.request_id,
                 load_id=report.load_id,

@@ -16,7 +16,8 @@ from kvferry.agent import ComputeStep, LoadRequest, LoadResult
 @dataclass
 class StepMetadata(KVConnectorMetadata):
     """Scheduler to workers, each step. cancels: (load_id, reason). computes: what this step computes of promised
-    transfers. over: ids of promised transfers that nobody can want any more."""
+    transfers. over: ids of promised transfers that nobody can want any more. computes_nothing: neither does the engine
+    in this step, nor in one before it that still runs."""
 
     engine_id: str
     incarnation: str
@@ -26,6 +27,7 @@ class StepMetadata(KVConnectorMetadata):
     cancels: list[tuple[str, str]] = field(default_factory=list)
     computes: list[ComputeStep] = field(default_factory=list)
     over: list[str] = field(default_factory=list)
+    computes_nothing: bool = False
 
 
 @dataclass

@@ -71,6 +71,7 @@ class SchedulerSide:
         self._announced = False
         self._closing = False
         self._watching_signals = False
+        self._running: set[str] = set()
         logger.info("kvferry: engine %s serves its rendezvous on %s", transfer.engine_id, endpoint.address)
 
     @property
@@ -153,7 +154,16 @@ class SchedulerSide:
             *self.fetches.take_work(),
             promises.steps(scheduled),
             promises.take_over(),
+            computes_nothing=not self._runs(scheduled),
         )
+
+    def _runs(self, scheduled: SchedulerOutput) -> bool:
+        """Whether a request has been computed that has neither ended since nor been preempted: a step without tokens
+        may still stand behind one with tokens, or between two (pipeline stages, asynchronous scheduling)."""
+        self._running -= scheduled.finished_req_ids
+        self._running -= scheduled.preempted_req_ids or set()
+        self._running |= scheduled.num_scheduled_tokens.keys()
+        return bool(self._running)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         self.drain()

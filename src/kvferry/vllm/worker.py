@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
+
+MAX_WAIT_S = 0.01
+"""How long an engine that computes nothing waits in a step for its loads: a request that comes meanwhile waits too."""
+SHARE_OF_WAIT = 0.1
+"""Of the time that the newest load has taken so far."""
 
 
 def device_event(device: torch.device) -> Callable[[], bool] | None:
@@ -61,6 +67,8 @@ class WorkerSide:
         self._new_record: bytes | None = None
         self._is_identified = False
         self._computes = False
+        self._computes_nothing = False
+        self._newest_load_at = 0.0
         self.stats = FerryStats()
 
     # Start-up, sleep and shutdown.
@@ -121,6 +129,7 @@ class WorkerSide:
     def begin_step(self, step: StepMetadata) -> None:
         """Tells the agent what the step computes of transfers that a consumer may want written meanwhile."""
         self._computes = bool(step.computes)
+        self._computes_nothing = step.computes_nothing
         if self._agent is None or not step.engine_id:
             return
         if not self._is_identified:
@@ -144,6 +153,7 @@ class WorkerSide:
         """After the step's new blocks were cleared: what comes from outside may land from here on."""
         for load in step.loads:
             self._running[load.load_id] = load
+            self._newest_load_at = time.monotonic()
         if self._agent is None or not self._agent.alive:
             return
         for load in step.loads:
@@ -155,12 +165,21 @@ class WorkerSide:
         """Each load once: a failed one is finished as well. Nothing is ever reported as sent: the engine holds."""
         if self._running and (self._agent is None or not self._agent.alive):
             self._fail_running("the worker's I/O thread has ended")
-        for result in self._agent.collect() if self._agent is not None else ():
-            self._end(result)
+        if self._agent is not None:
+            for result in self._agent.collect(self._patience_s()):
+                self._end(result)
         return KVConnectorTransferResults(
             finished_recving={result.request_id for result in self._ended},
             failed_recving={result.request_id for result in self._ended if not result.ok},
         )
+
+    def _patience_s(self) -> float:
+        """vLLM steps an engine all the time while loads are all that it waits for, and its processes spin between the
+        steps: whatever else needs this processor, the agent's thread first of all, gets little of it. So a step that
+        has nothing to do ends with the next result, or after a wait that is short beside what the loads take."""
+        if not (self._computes_nothing and self._running) or self._ended:
+            return 0.0
+        return min(MAX_WAIT_S, SHARE_OF_WAIT * (time.monotonic() - self._newest_load_at))
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
         """Called right after `get_transfer_results`, in the same step: carries the same loads' figures."""
