@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 from kvsim.planted import READS, any_rank_frees
-from kvsim.planted_writes import WRITES
+from kvsim.planted_writes import CROWDED, WRITES
 from kvsim.scenario import draw
 from kvsim.simulate import Result, run, run_seed, shrink
 
@@ -37,7 +37,11 @@ def test_every_rule_holds_in_every_schedule(capsys):
 
 @pytest.mark.parametrize(
     ("plant", "kind"),
-    [*((plant, "") for plant in READS), *((plant, "race") for plant in WRITES)],
+    [
+        *((plant, "") for plant in READS),
+        *((plant, "race") for plant in WRITES),
+        *((plant, "crowd") for plant in CROWDED),
+    ],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_a_planted_bug_is_found(plant, kind):

@@ -67,7 +67,7 @@ class Consumer(Process):
         """producers: by address; claims, servers: see Producer."""
         super().__init__(world, name)
         self.address = f"tcp://{name}"
-        self.leases, self.weather, self.habits = setting
+        self.leases, self.weather, self.habits = setting.leases, setting.weather, setting.habits
         self.num_ranks, self.producers, self.claims, self.servers = num_ranks, producers, claims, servers
         self.notes: Counter[str] = Counter()
         self.ended: list[Request] = []

@@ -237,6 +237,11 @@ def read_while_it_is_written() -> AbstractContextManager[Any]:
     return patch.object(Loader, "_settle_writers", settle)
 
 
+def relieved_though_asked_for() -> AbstractContextManager[Any]:
+    """A hold whose blocks others need is let go of though a rank has come for it."""
+    return patch.object(Hold, "may_be_relieved", lambda self: self.is_awaited and not self.is_live and not self.failed)
+
+
 WRITES: tuple[Planted, ...] = (
     done_before_the_last_layer,
     attempts_overlap,
@@ -258,3 +263,5 @@ WRITES: tuple[Planted, ...] = (
     lost_is_gone,
     read_while_it_is_written,
 )
+CROWDED: tuple[Planted, ...] = (relieved_though_asked_for,)
+"""Bugs that show only where prompts wait for each other's blocks."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvsim.producer import Producer
 
 WAITS_FOR_BLOCKS = 50
+WAITS_FOR_RELIEF = 10
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ class Prefill:
             self._compute_layer(chunk, 0)
         elif self._waits < WAITS_FOR_BLOCKS:
             self._waits += 1
+            if self._waits % WAITS_FOR_RELIEF == 0:
+                self._producer.relieve()
             self._go_on()
         else:
             self._drop("no free blocks")

@@ -26,7 +26,17 @@ from kvferry.protocol.messages import (
     TransferRef,
     WriteOpened,
 )
-from kvferry.protocol.producer import Closing, FreeHold, Held, Note, ProducerEngine, Received, Send, Void
+from kvferry.protocol.producer import (
+    Closing,
+    FreeHold,
+    Held,
+    Note,
+    ProducerEngine,
+    Received,
+    Relieve,
+    Send,
+    Void,
+)
 from kvsim.prefill import Compute, Prefill
 from kvsim.prompts import (
     LAYERS,
@@ -84,7 +94,7 @@ class Producer(Process):
         self.incarnation = f"{self.name}-life{self.life}"
         self.engine = ProducerEngine(self.name, self.incarnation, self.leases)
         self.driver = Driver(self, self.engine, self._act)
-        blocks = range(16)
+        blocks = range(self.setting.pool_blocks)
         self.memory: dict[Place, str] = {(block, layer): "junk" for block in blocks for layer in range(LAYERS)}
         self.free = list(blocks)
         self.holds: dict[Key, HoldTruth] = {}
@@ -151,6 +161,13 @@ class Producer(Process):
 
     def close(self) -> None:
         self.do(lambda: self.driver.feed(Closing("the engine stops")))
+
+    def relieve(self) -> None:
+        """A prompt waits for blocks that others hold."""
+        for transfer in self._routers_ids.values():
+            if (hold := self.holds.get(transfer)) is not None and hold.told_at is not None and hold.nobody_came:
+                hold.may_be_relieved = True
+        self.driver.feed(Relieve("a prompt waits for blocks"))
 
     # Messages
 
@@ -258,7 +275,8 @@ class Producer(Process):
         writing = [worker.name for worker in self.workers if worker.is_writing(key)]
         check(not writing, "rule 1", f"{key} is freed while {writing} may write from it")
         if freed.outcome == "failed":
-            check(hold.is_dropped, "rule 1", f"{key} is called failed, and its request was not dropped")
+            is_relieved = hold.may_be_relieved and hold.nobody_came
+            check(hold.is_dropped or is_relieved, "rule 1", f"{key} is called failed, and was asked for")
         else:
             self._check_free(key, hold, freed)
         self.outcomes[freed.outcome] += 1
@@ -294,7 +312,8 @@ class Producer(Process):
         if not self.is_alive:
             return
         check(not self.holds, "leak", f"{self.name} still holds {sorted(self.holds)}")
-        check(len(set(self.free)) == 16 == len(self.free), "leak", f"{self.name} has {len(self.free)} free blocks")
+        free, all_blocks = sorted(self.free), list(range(self.setting.pool_blocks))
+        check(free == all_blocks, "leak", f"{self.name} has the free blocks {free} of {len(all_blocks)}")
         engine, most = self.engine, self.leases.max_remembered
         check(engine.num_holds == 0, "leak", f"{engine.num_holds} holds in the machine")
         check(engine.num_parked == 0, "leak", f"{engine.num_parked} messages parked")

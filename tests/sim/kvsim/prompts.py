@@ -48,9 +48,12 @@ class Habits:
 
 
 class Setting(NamedTuple):
+    """pool_blocks: of each producer."""
+
     leases: Leases
     weather: Weather
     habits: Habits
+    pool_blocks: int = 16
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,7 @@ class HoldTruth:
     """blocks: as they are computed. told_at: when the machine heard that all are held, on the producer's clock.
 
     is_dropped: its request ended before. was_written: a rank of the producer was allowed to write it.
+    may_be_relieved: others needed its blocks when no rank of its consumer had come for it.
     """
 
     claims: dict[str, ClaimTruth]
@@ -107,3 +111,8 @@ class HoldTruth:
     told_at: float | None = None
     is_dropped: bool = False
     was_written: bool = False
+    may_be_relieved: bool = False
+
+    @property
+    def nobody_came(self) -> bool:
+        return not self.was_written and all(claim.proof_until == float("-inf") for claim in self.claims.values())

@@ -75,9 +75,9 @@ FLAVOURS = ("wrong_prompt", "wrong_blocks", "older", "newer", "wrong_incarnation
 
 
 def draw(seed: int, kind: str = "") -> Scenario:
-    """kind: calm, edge, race or storm; "" for any."""
+    """kind: calm, edge, race, crowd or storm; "" for any."""
     rng = Random(f"scenario {seed}")
-    kind = kind or rng.choices(["calm", "edge", "race", "storm"], [15, 20, 20, 45])[0]
+    kind = kind or rng.choices(["calm", "edge", "race", "crowd", "storm"], [15, 20, 20, 5, 40])[0]
     lease_s = rng.choice([2.0, 4.0, 30.0])
     if kind == "edge":
         return _edge(rng, seed, lease_s)
@@ -94,10 +94,14 @@ def draw(seed: int, kind: str = "") -> Scenario:
     weather = Weather() if is_calm else _weather(rng, lease_s)
     habits = Habits() if is_calm else _habits(rng, lease_s)
     transfers = _reuse_ids(rng, transfers, is_calm)
+    pool_blocks = 16
+    if kind == "crowd":
+        pool_blocks = rng.choice([3, 4, 5])
+        transfers = tuple(_at_once(rng, transfer, lease_s) for transfer in transfers)
     return Scenario(
         seed=seed,
         is_calm=is_calm,
-        setting=Setting(leases, weather, habits),
+        setting=Setting(leases, weather, habits, pool_blocks),
         producer_ranks=producer_ranks,
         ranks=ranks,
         transfers=transfers,
@@ -250,6 +254,11 @@ def _compute(rng: Random, lease_s: float, is_calm: bool) -> Compute:
         dropped_at=-1 if is_calm else rng.choice([-1, -1, -1, *range(steps + 1)]),
         resume_s=rng.uniform(0.0, longest_s),
     )
+
+
+def _at_once(rng: Random, transfer: Transfer, lease_s: float) -> Transfer:
+    """Prompts that all come together, to a pool that does not hold them all: some wait for what others hold."""
+    return replace(transfer, at=rng.uniform(0.0, 0.2) * lease_s, compute=_compute(rng, lease_s, False))
 
 
 def _second(rng: Random, lease_s: float, is_calm: bool, consumers: int) -> Second:
