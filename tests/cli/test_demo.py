@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -99,6 +100,16 @@ def test_the_table_shows_every_figure_whole(width: int) -> None:
         assert figure in output
     assert "[bold]" in output
     assert max(map(len, output.splitlines())) <= width
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_time_that_contains_the_prefill_is_called_so(width: int) -> None:
+    large = replace(ROW, bytes=1023 << 20, descriptors=123456, transfer_ms=1234.5, is_written=True)
+    output = shown([large], width)
+    assert re.search(r"descrip-\s+time \+\s.*tors\s+prefill", output, re.DOTALL)
+    assert "1023 MiB in 1.2 s, prefill included, by local" in " ".join(output.split())
+    assert max(map(len, output.splitlines())) <= width
+    assert "prefill included" not in shown([ROW], width)
 
 
 def test_what_differs_and_what_was_not_ferried_is_told_with_the_reason() -> None:

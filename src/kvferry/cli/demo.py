@@ -31,7 +31,10 @@ _PATH_STYLES = {"remote": "green", "local": "cyan", "recomputed": "yellow"}
 
 @dataclass(frozen=True)
 class Row:
-    """What one prompt gave. path is remote, local or recomputed ("unknown" if the connector said nothing)."""
+    """What one prompt gave. path is remote, local or recomputed ("unknown" if the connector said nothing).
+
+    is_written: the prefill server wrote while it computed, so transfer_ms contains the prefill.
+    """
 
     kind: str
     prompt: str
@@ -46,9 +49,10 @@ class Row:
     transfer_ms: float
     reason: str
     is_repeat: bool
+    is_written: bool = False
 
 
-def run(cluster: Cluster, chunk_tokens: int, reporter: Reporter) -> list[Row]:
+def run(cluster: Cluster, chunk_tokens: int, reporter: Reporter, *, is_written: bool = False) -> list[Row]:
     """Send the prompts through the router, then to the decode server alone, one after another. Raises Problem."""
     decode = cluster.decode
     block_size = int(decode.metrics().label("vllm:cache_config_info", "block_size"))
@@ -59,14 +63,14 @@ def run(cluster: Cluster, chunk_tokens: int, reporter: Reporter) -> list[Row]:
     rows: list[Row] = []
     for index, prompt in enumerate(chosen, 1):
         reporter.state("prompts", f"{index} of {len(chosen)}: {prompt.kind}, {len(prompt.token_ids)} tokens")
-        rows.append(_run_one(cluster, prompt))
+        rows.append(_run_one(cluster, prompt, is_written))
         reporter.show(partial(table, list(rows)))
     reporter.state("prompts", f"all {len(chosen)} answered", done=True)
     reporter.show(None)
     return rows
 
 
-def _run_one(cluster: Cluster, prompt: Prompt) -> Row:
+def _run_one(cluster: Cluster, prompt: Prompt, is_written: bool) -> Row:
     ferried = _ask(cluster.router.url, "router", prompt, prompt.cache_salt)
     alone = _ask(cluster.decode.url, "decode server", prompt, secrets.token_hex(8))  # shares no block with the above
     report = api.transfer_report(ferried)
@@ -84,6 +88,7 @@ def _run_one(cluster: Cluster, prompt: Prompt) -> Row:
         transfer_ms=report.get("transfer_ms", 0.0),
         reason=report.get("reason") or ("" if report else "the response carries no report of kvferry"),
         is_repeat=prompt.is_repeat,
+        is_written=is_written,
     )
 
 
@@ -100,7 +105,8 @@ def table(rows: Sequence[Row], width: int) -> Table:
     view.padding, view.pad_edge = (0, 0, 0, 1), False
     text_width = width - _FIGURES_WIDTH
     view.add_column("prompt\n→ text", no_wrap=True)
-    for name in ("tokens", "equal", "path", "moved", "descrip-\ntors", "time"):
+    time = "time +\nprefill" if any(row.is_written for row in rows) else "time"
+    for name in ("tokens", "equal", "path", "moved", "descrip-\ntors", time):
         view.add_column(name, no_wrap=True, justify="left" if name in ("equal", "path") else "right")
     for row in rows:
         moved = row.bytes > 0
@@ -142,9 +148,10 @@ def summary(rows: Sequence[Row]) -> str:
     remote = sum(row.path == "remote" for row in rows)
     total_bytes, total_ms = sum(row.bytes for row in rows), sum(row.transfer_ms for row in rows)
     transports = ", ".join(sorted({row.transport for row in rows if row.transport})) or "no transport"
+    during = ", prefill included," if any(row.is_written for row in rows) else ""
     return (
         f"{equal} of {len(rows)} texts equal the decode server's own; the KV of {remote} came from the prefill server: "
-        f"{_bytes(total_bytes)} in {_time(total_ms)} by {transports}"
+        f"{_bytes(total_bytes)} in {_time(total_ms)}{during} by {transports}"
     )
 
 

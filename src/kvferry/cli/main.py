@@ -99,7 +99,7 @@ def demo(
             demonstration.require_writable(json_file)
         directory = _model(model, (tp_prefill, tp_decode), reporter)
         with _cluster(directory, tp_prefill, tp_decode, transport, mode, policy, port, reporter) as cluster:
-            rows = demonstration.run(cluster, CHUNK_TOKENS, reporter)
+            rows = demonstration.run(cluster, CHUNK_TOKENS, reporter, is_written=mode is Mode.write)
     demonstration.show(rows, console)
     if json_file is not None:
         with _ended_well(console):
