@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -172,7 +172,9 @@ class Engines:
         leases: Leases | None = None,
         secret_keys: tuple[bytes, ...] = (),
         wrap: Wrap = lambda transport: transport,
+        transports_of: Sequence[tuple[str, ...]] = (),
     ) -> Engine:
+        """transports_of: of each rank, where they differ."""
         leases = leases or Leases()
         agent = EngineAgent(secrets.token_hex(4), secrets.token_hex(16), open_endpoint(secret_keys), leases)
         agent.start()
@@ -181,6 +183,7 @@ class Engines:
         prints = fingerprint or {"model": "m"}
         for rank in range(tp_size):
             heads = kv_heads(rank, tp_size, total_heads)
+            names = transports_of[rank] if transports_of else transports
             cache = np.zeros((LAYERS, num_blocks, heads.count, BLOCK, 2 * HEAD), dtype=np.float32)
             worker = WorkerAgent(
                 rank=rank,
@@ -188,7 +191,7 @@ class Engines:
                 tp_rank=rank,
                 num_ranks=tp_size,
                 endpoint=open_endpoint(secret_keys),
-                make_transports=lambda: [wrap(registry.make(name, {})) for name in transports],
+                make_transports=lambda names=names: [wrap(registry.make(name, {})) for name in names],
                 layout=layout_of(cache, heads),
                 fingerprint=prints,
                 group_kinds=("FullAttentionSpec",),
