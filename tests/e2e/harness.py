@@ -56,6 +56,14 @@ class PairConfig:
         )
 
 
+PLAIN = PairConfig(
+    router=True,
+    extra={"first_hold_s": 20},  # some tests wait for what nobody fetches
+    env={"VLLM_SERVER_DEV_MODE": "1"},  # the mode that has /reset_prefix_cache and /pause
+)
+"""The pair of most tests."""
+
+
 class PairPool:
     """At most one pair of servers, started when asked for and kept while the next test wants the same."""
 

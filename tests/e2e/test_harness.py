@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from harness import PairConfig
+from harness import PLAIN
 
 from kvferry.cli import api, proc
 from kvferry.cli.servers import Cluster
 
-pytestmark = pytest.mark.parametrize("pair", [PairConfig(router=True)], indirect=True)
+pytestmark = pytest.mark.parametrize("pair", [PLAIN], indirect=True)
 
 
 def test_each_url_is_answered_by_a_process_of_that_server(pair: Cluster) -> None:

@@ -21,16 +21,11 @@ from checks import (
     second_leg,
     second_leg_alone,
 )
-from harness import PairConfig
+from harness import PLAIN, PairConfig
 
 from kvferry.cli import api
 from kvferry.cli.servers import Cluster
 
-PLAIN = PairConfig(
-    router=True,
-    extra={"first_hold_s": 20},  # some tests wait for what nobody fetches
-    env={"VLLM_SERVER_DEV_MODE": "1"},  # the mode that has /reset_prefix_cache and /pause
-)
 SPLITS = [PLAIN, PairConfig(tp_decode=2, transport="nixl"), PairConfig(tp_prefill=2)]
 
 
@@ -364,19 +359,23 @@ def test_a_producer_that_preempts_writes_again(pair: Cluster) -> None:
 
 @pytest.mark.parametrize("pair", [WRITTEN], indirect=True, ids=["write"])
 def test_preemption_and_full_pools_change_no_token(pair: Cluster) -> None:
-    """23 blocks a side for 8 requests of 4 to 6: the prefill side holds 5, and those come to the decode side at once,
-    which preempts; the others' first legs wait until blocks come back."""
-    prompts = [prompt_of(400, seed=60 + index) for index in range(8)]
-    expected = [alone(pair, prompt, max_tokens=250) for prompt in prompts]
-    held = [first_leg(pair, prompt, max_tokens=250) for prompt in prompts[:5]]
+    """23 blocks a side for 6 requests of 4 to 7: the prefill side may hold 4, which come to the decode side at once,
+    and that preempts; the others are held, or refused and recomputed."""
+    prompts = [prompt_of(400, seed=60 + index) for index in range(6)]
+    expected = [alone(pair, prompt, max_tokens=400) for prompt in prompts]
+    held = [first_leg(pair, prompt, max_tokens=400) for prompt in prompts[:4]]
 
     def run(index: int) -> tuple[list[int], dict]:
-        body, params = held[index] if index < len(held) else first_leg(pair, prompts[index], max_tokens=250)
+        if index < len(held):
+            body, params = held[index]
+        else:
+            body = api.completion_body(prompts[index], cache_salt=salt(), max_tokens=400)
+            params = api.prefill_leg(pair.prefill.url, body)["kv_transfer_params"]
         answer = second_leg(pair, body, {**params, "mode": "read"})
         return api.tokens(answer), api.transfer_report(answer)
 
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(run, range(8)))
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(run, range(6)))
     assert [tokens for tokens, _ in answers] == expected
     reports = [report for _, report in answers]
     assert "remote" in {report["path"] for report in reports}, reports
