@@ -13,6 +13,7 @@ import numpy as np
 from kvferry.agent import (
     EngineAgent,
     HoldEnded,
+    Leftovers,
     LoadQuiet,
     LoadRequest,
     LoadResult,
@@ -21,7 +22,7 @@ from kvferry.agent import (
     boottime,
 )
 from kvferry.control.addresses import AllowedRanges, host_id
-from kvferry.control.endpoint import Endpoint
+from kvferry.control.endpoint import Endpoint, Limits
 from kvferry.control.security import Security
 from kvferry.layout import CacheLayout, Layer, Region, fused
 from kvferry.protocol.digest import blocks_digest, prompt_digest
@@ -45,8 +46,9 @@ def eventually(condition: Callable[[], object], what: str) -> None:
         time.sleep(0.002)
 
 
-def open_endpoint(secrets: tuple[bytes, ...] = ()) -> Endpoint:
-    return Endpoint("127.0.0.1", Security.choose("127.0.0.1", secrets), AllowedRanges())
+def open_endpoint(secrets: tuple[bytes, ...] = (), idle_s: float = 300.0, port: int = 0) -> Endpoint:
+    security = Security.choose("127.0.0.1", secrets)
+    return Endpoint("127.0.0.1", security, AllowedRanges(), port=port, limits=Limits(idle_s=idle_s))
 
 
 def values(layer: int, head: int, tokens: np.ndarray) -> np.ndarray:
@@ -57,8 +59,11 @@ def values(layer: int, head: int, tokens: np.ndarray) -> np.ndarray:
 
 @dataclass
 class Worker:
+    """start: another agent over the same cache."""
+
     cache: np.ndarray
     agent: WorkerAgent
+    start: Callable[[Leftovers], WorkerAgent]
 
 
 @dataclass
@@ -71,6 +76,29 @@ class Engine:
     items: list[HoldEnded | TransferLost | LoadQuiet] = field(default_factory=list)
     results: list[LoadResult] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=itertools.count)
+    fingerprint: dict[str, str] = field(default_factory=dict)
+
+    def publish(self, fingerprint: dict[str, str]) -> None:
+        self.fingerprint = fingerprint
+        self.agent.set_record(
+            EngineRecord(
+                engine_id=self.agent.engine_id,
+                incarnation=self.agent.incarnation,
+                host_id=host_id(),
+                fingerprint=fingerprint,
+                group_kinds=("FullAttentionSpec",),
+                workers=tuple(worker.agent.record() for worker in self.workers),
+            )
+        )
+
+    def sleep_and_wake(self) -> None:
+        """As vLLM's sleep mode: each worker's agent stops, and later another registers the same memory."""
+        for worker in self.workers:
+            worker.agent.stop()
+            self.results += worker.agent.collect()
+        for worker in self.workers:
+            worker.agent = worker.start(worker.agent.leftovers)
+        self.publish(self.fingerprint)
 
     def fill(self, block_ids: list[int], num_tokens: int) -> None:
         for worker in self.workers:
@@ -173,43 +201,44 @@ class Engines:
         secret_keys: tuple[bytes, ...] = (),
         wrap: Wrap = lambda transport: transport,
         transports_of: Sequence[tuple[str, ...]] = (),
+        idle_s: float = 300.0,
+        port: int = 0,
     ) -> Engine:
-        """transports_of: of each rank, where they differ."""
+        """transports_of: of each rank, where they differ. idle_s: see Limits. port: of the rendezvous."""
         leases = leases or Leases()
-        agent = EngineAgent(secrets.token_hex(4), secrets.token_hex(16), open_endpoint(secret_keys), leases)
+        rendezvous = open_endpoint(secret_keys, idle_s, port)
+        agent = EngineAgent(secrets.token_hex(4), secrets.token_hex(16), rendezvous, leases)
         agent.start()
         engine = Engine(agent, [], total_heads)
         self.all.append(engine)
         prints = fingerprint or {"model": "m"}
         for rank in range(tp_size):
             heads = kv_heads(rank, tp_size, total_heads)
-            names = transports_of[rank] if transports_of else transports
             cache = np.zeros((LAYERS, num_blocks, heads.count, BLOCK, 2 * HEAD), dtype=np.float32)
-            worker = WorkerAgent(
-                rank=rank,
-                pp_rank=0,
-                tp_rank=rank,
-                num_ranks=tp_size,
-                endpoint=open_endpoint(secret_keys),
-                make_transports=lambda names=names: [wrap(registry.make(name, {})) for name in names],
-                layout=layout_of(cache, heads),
-                fingerprint=prints,
-                group_kinds=("FullAttentionSpec",),
-                leases=leases,
-            )
-            worker.start()
-            worker.identify(agent.engine_id, agent.incarnation, agent.endpoint.address, agent.home)
-            engine.workers.append(Worker(cache, worker))
-        agent.set_record(
-            EngineRecord(
-                engine_id=agent.engine_id,
-                incarnation=agent.incarnation,
-                host_id=host_id(),
-                fingerprint=prints,
-                group_kinds=("FullAttentionSpec",),
-                workers=tuple(worker.agent.record() for worker in engine.workers),
-            )
-        )
+            names = transports_of[rank] if transports_of else transports
+
+            def start(
+                leftovers: Leftovers | None = None, rank=rank, heads=heads, cache=cache, names=names
+            ) -> WorkerAgent:
+                worker = WorkerAgent(
+                    rank=rank,
+                    pp_rank=0,
+                    tp_rank=rank,
+                    num_ranks=tp_size,
+                    endpoint=open_endpoint(secret_keys, idle_s),
+                    make_transports=lambda: [wrap(registry.make(name, {})) for name in names],
+                    layout=layout_of(cache, heads),
+                    fingerprint=prints,
+                    group_kinds=("FullAttentionSpec",),
+                    leases=leases,
+                    leftovers=leftovers,
+                )
+                worker.start()
+                worker.identify(agent.engine_id, agent.incarnation, agent.endpoint.address, agent.home)
+                return worker
+
+            engine.workers.append(Worker(cache, start(), start))
+        engine.publish(prints)
         return engine
 
     def stop(self) -> None:

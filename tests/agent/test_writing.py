@@ -253,6 +253,8 @@ class Gate:
     def __init__(self) -> None:
         self.is_open = False
         self.posted = False
+        self.quiet_by_close = False
+        self.is_closed = False
 
     def wrap(self, transport: Transport) -> Transport:
         from kvferry.transport.base import State, Status
@@ -271,7 +273,11 @@ class Gate:
                 return Status(State.DONE)
 
             def release(self, handle: Handle) -> bool:
-                return gate.is_open
+                return gate.is_open or (gate.quiet_by_close and gate.is_closed)
+
+            def close(self) -> None:
+                self.inner.close()
+                gate.is_closed = True
 
         return Gated(transport)
 

@@ -6,6 +6,8 @@ import itertools
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.control.addresses import AddressError, AllowedRanges
-from kvferry.control.endpoint import Backlog, Endpoint, Event, FrameTooLarge, Limits, Lost, Received, Route
+from kvferry.control.endpoint import Backlog, Endpoint, Event, Forgotten, FrameTooLarge, Limits, Lost, Received, Route
 from kvferry.control.security import ClusterKeys, Security
 
 SECRET = b"the cluster's secret, quite long"
@@ -207,6 +209,12 @@ def test_a_peer_that_stops_in_its_tracks_is_lost(make_endpoint, received, lost, 
     assert lost(endpoint).address == echo.address
 
 
+@pytest.mark.parametrize("busy", ["listener", "dialler"])
+def test_a_peer_that_floods_a_busy_process_and_dies_does_not_end_it(busy: str) -> None:
+    run = subprocess.run([sys.executable, Path(__file__).with_name("busy_endpoint.py"), busy], capture_output=True)
+    assert (run.returncode, run.stdout) == (0, b"alive\n"), run.stderr.decode()
+
+
 def test_what_a_peer_sent_before_it_went_comes_before_lost(make_endpoint, received, pump) -> None:
     server, client = make_endpoint(limits=Limits(routed_messages=1000)), make_endpoint()
     client.send(server.address, b"all of it")
@@ -277,12 +285,12 @@ def test_forgetting_peers_as_they_die_leaves_the_endpoint_alive(make_endpoint, r
     assert received(endpoint).frame == b"still there?"
 
 
-def test_an_idle_peer_is_forgotten_without_an_event_and_dialled_anew(make_endpoint, received, pump) -> None:
+def test_an_idle_peer_is_forgotten_and_dialled_anew(make_endpoint, received, pump) -> None:
     server, client = make_endpoint(), make_endpoint(limits=Limits(idle_s=0.5))
     client.send(server.address, b"hello")
     assert received(server, client).frame == b"hello"
     seen = pump(client, server, done=lambda _: not client._peers and server.counters["disconnected"] == 1)
-    assert seen[client] == []
+    assert seen[client] == [Forgotten(server.address)]
     client.send(server.address, b"hello again")
     assert received(server, client).frame == b"hello again"
 
@@ -290,8 +298,10 @@ def test_an_idle_peer_is_forgotten_without_an_event_and_dialled_anew(make_endpoi
 def test_an_idle_peer_is_forgotten_in_a_wait_without_end(make_endpoint) -> None:
     server, client = make_endpoint(), make_endpoint(limits=Limits(idle_s=0.2))
     client.dial(server.address)
+    events: list[Event] = []
     while client._peers:
-        assert client.receive(None) == []
+        events += client.receive(None)
+    assert events == [Forgotten(server.address)]
 
 
 @pytest.mark.parametrize("direction", ["sent", "received"])

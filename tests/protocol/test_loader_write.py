@@ -27,10 +27,12 @@ from kvferry.protocol.loader import (
     Connect,
     PeerFailed,
     PeerReady,
+    PeerStale,
     PostReads,
     Quieted,
     ReadsDone,
     Report,
+    SourceRank,
     Start,
     Tick,
 )
@@ -238,3 +240,41 @@ def test_a_rank_without_a_share_is_done_at_once():
     machine = loader()
     machine.handle(Start(load(order=ORDER)), 0.0)
     assert machine.handle(PeerReady(ADDRESS, "p1", TOPOLOGY), 0.0)[0] == OK
+
+
+# Peers that are not what they were
+
+
+def moved(machine, now):
+    """The producer's rank 3 has another address, in the same life of its engine."""
+    there = (SourceRank(0, sources(0)[0].address), SourceRank(3, "tcp://127.0.0.1:9999"))
+    return machine.handle(PeerReady(ADDRESS, "p1", TOPOLOGY, there), now)
+
+
+def test_a_stale_peer_is_asked_anew_by_the_next_load(machine):
+    assert machine.handle(PeerStale(ADDRESS), 1.0) == []
+    assert machine.handle(Start(load("m", "d", order=ORDER)), 1.0) == [Connect(ADDRESS, "P")]
+    assert machine.num_loads == 2
+
+
+def test_cancels_follow_a_writer_to_its_new_address(machine):
+    told(machine, write_done(by(0)), 0.5)
+    machine.handle(PeerStale(ADDRESS), 1.0)
+    lost = machine.handle(WriterLost(sources(3)[0].address, "gone to sleep"), 1.0)
+    assert of_kind(lost, Report)[0].quiet is False
+    assert of_kind(lost, Connect) == [Connect(ADDRESS, "P")]
+    (cancel,) = [action for action in moved(machine, 2.0) if isinstance(getattr(action, "message", None), CancelWrite)]
+    assert (cancel.to, cancel.message.landing) == ("tcp://127.0.0.1:9999", by(3))
+    assert of_kind(told(machine, failed(by(3), quiet=True), 3.0), Quieted)
+
+
+def test_a_load_whose_writer_was_replaced_is_given_up(machine):
+    (report,) = of_kind(moved(machine, 1.0), Report)
+    assert "another address" in report.reason
+
+
+def test_an_engine_in_another_life_has_no_say_in_what_the_earlier_one_wrote(machine):
+    machine.handle(PeerFailed(ADDRESS, "lost"), 1.0)
+    assert of_kind(machine.handle(PeerReady(ADDRESS, "p2", TOPOLOGY, sources(0, 3)), 2.0), Quieted) == []
+    assert notes(told(machine, failed(by(3)), 3.0)) == []
+    assert machine.num_loads == 1

@@ -1,6 +1,19 @@
 """A producer whose held blocks keep promised prompts waiting lets go of one that nobody has asked for."""
 
-from builders import by_router, close_write, held, landing, notes, of_kind, open_write, producer, promised, ref, renew
+from builders import (
+    by_router,
+    claim,
+    close_write,
+    held,
+    landing,
+    notes,
+    of_kind,
+    open_write,
+    producer,
+    promised,
+    ref,
+    renew,
+)
 
 from kvferry.protocol.events import FreeHold, Received, Relieve
 from kvferry.protocol.messages import Refused
@@ -79,3 +92,12 @@ def test_a_consumer_that_only_waits_is_told_why():
     )
     assert isinstance(answer, Refused)
     assert (answer.reason, WHY in answer.detail) == ("failed", True)
+
+
+def test_what_a_refused_claim_was_granted_before_stays():
+    """One rank of a claim reads under a grant, another was refused for what it wants: the grant may be trusted on."""
+    machine = producer()
+    hold(machine, "x", 0.0, "R")
+    machine.handle(Received("w", claim("b", 0, 2, ref=by_router())), 1.0)
+    machine.handle(Received("v", claim("b", 1, 2, ref=by_router(), topology_digest=b"other" * 3)), 2.0)
+    assert machine.handle(Relieve(WHY), 3.0) == []

@@ -22,6 +22,7 @@ from kvferry.protocol.events import (
     Connect,
     PeerFailed,
     PeerReady,
+    PeerStale,
     Send,
     Tick,
     WritesDone,
@@ -31,6 +32,7 @@ from kvferry.protocol.events import (
 from kvferry.protocol.lease import Leases
 from kvferry.protocol.messages import CloseWrite, Failed, Grant, OpenWrite, StopWrite, WriteDone
 from kvferry.protocol.transitions import IllegalTransition
+from kvferry.protocol.writer import Writer
 
 READY = PeerReady(CONSUMER, "d1", b"")
 DONE = WritesDone(landing(), 1000, 3, "local")
@@ -88,10 +90,10 @@ def test_leave_is_asked_for_again_under_the_same_number(machine):
     assert machine.next_deadline() == 2.0
     assert machine.handle(Tick(), 1.9) == []
     assert open_seq(machine.handle(Tick(), 2.0)) == seq
-    assert machine.next_deadline() == 4.0
-    told(machine, opened(seq), 4.0)
-    assert machine.handle(Tick(), 4.0) == []
-    assert machine.next_deadline() is None
+    assert machine.next_deadline() == 6.0  # ever more rarely
+    told(machine, opened(seq), 6.0)
+    assert [open_seq(machine.handle(Tick(), now)) for now in (6.0, 14.0, 30.0, 60.0, 90.0)] == [seq] * 5
+    assert machine.next_deadline() == 120.0  # so that the engine knows where to find it
 
 
 def test_a_repeated_order_changes_nothing(writing):
@@ -194,7 +196,7 @@ def test_done_is_told_again_whenever_it_is_asked_for(writing):
 def test_closing_is_asked_for_until_it_is_answered(writing):
     close = the(CloseWrite, writing.handle(DONE, 5.0))
     assert the(CloseWrite, writing.handle(Tick(), 7.0)) == close
-    assert the(CloseWrite, writing.handle(Tick(), 9.0)) == close
+    assert the(CloseWrite, writing.handle(Tick(), 11.0)) == close
 
 
 # Failed
@@ -320,3 +322,66 @@ def test_an_engine_that_never_answers_costs_one_question(machine):
         assert len(answers(machine.handle(Tick(), at))) == 1
         assert machine.next_deadline() > at
     assert len(machine._questions) == 1
+
+
+# Bounds, and peers that are not what they were
+
+
+def test_orders_beyond_what_one_consumer_may_have_are_let_fall(machine, monkeypatch):
+    monkeypatch.setattr("kvferry.protocol.writer.MAX_JOBS_PER_ROUTE", 2)
+    for name in ("a", "b"):
+        assert told(machine, remote_blocks(landing(name)), 0.0, "greedy")
+    assert notes(told(machine, remote_blocks(landing("c")), 0.0, "greedy")) == ["too_many_orders"]
+    assert notes(told(machine, cancel_write(landing("d")), 0.0, "greedy")) == ["too_many_orders"]
+    assert open_seq(told(machine, remote_blocks(landing("c")), 0.0, "another"))
+    assert machine.num_jobs == 3
+
+
+@pytest.mark.parametrize(("limit", "value"), [("MAX_JOBS", 1), ("MAX_BLOCK_IDS", 3)])
+def test_orders_beyond_what_a_writer_may_have_are_let_fall_until_others_are_over(machine, monkeypatch, limit, value):
+    monkeypatch.setattr(f"kvferry.protocol.writer.{limit}", value)
+    told(machine, remote_blocks(landing("a"), block_ids=((1, 2), (3,))), 0.0, "r")
+    assert notes(told(machine, remote_blocks(landing("b")), 0.0, "s")) == ["too_many_orders"]
+    close = the(CloseWrite, told(machine, cancel_write(landing("a")), 1.0, "r"))
+    told(machine, closed(landing("a"), close.seq), 1.0)
+    assert open_seq(told(machine, remote_blocks(landing("b")), 2.0, "s"))
+
+
+def test_an_engine_that_nobody_found_fails_only_who_named_it(machine):
+    asked = told(machine, remote_blocks(landing("a"), engine_id="nobody"), 0.0)
+    assert of_kind(asked, Connect) == [Connect(CONSUMER, "nobody")]
+    seq = open_seq(told(machine, remote_blocks(landing("b")), 0.0))
+    actions = machine.handle(PeerFailed(CONSUMER, "nobody is there", lost=False), 1.0)
+    assert of_kind(actions, Connect) == [Connect(CONSUMER, "D")]
+    assert the(CloseWrite, actions).landing == landing("a")
+    told(machine, opened(seq, landing("b")), 2.0)
+    assert of_kind(machine.handle(READY, 2.0), BeginWrites)
+
+
+def test_a_stale_peer_is_asked_anew_by_the_next_order_and_what_is_written_goes_on(writing):
+    assert writing.handle(PeerStale(CONSUMER), 1.0) == []
+    assert of_kind(told(writing, remote_blocks(landing("b")), 1.0), Connect) == [Connect(CONSUMER, "D")]
+    assert writing.handle(PeerStale(CONSUMER), 1.0) == []  # under way already
+    assert the(WriteDone, writing.handle(DONE, 2.0)).landing == landing()
+
+
+def test_who_waits_for_leave_when_its_peer_goes_stale_connects_again(machine):
+    seq = open_seq(told(machine, remote_blocks(), 0.0))
+    machine.handle(READY, 0.0)
+    assert machine.handle(PeerStale(CONSUMER), 1.0) == [Connect(CONSUMER, "D")]
+    assert told(machine, opened(seq), 2.0) == []
+    assert of_kind(machine.handle(READY, 3.0), BeginWrites)
+
+
+def test_what_an_earlier_writer_could_not_end_is_never_called_quiet():
+    machine = Writer(0, "p1", ADDRESS, Leases(), unquiet=frozenset({landing()}))
+    for message in (remote_blocks(), cancel_write(), cancel_write()):
+        assert the(Failed, told(machine, message, 1.0)).quiet is False
+    assert told(machine, StopWrite(landing(), "stop"), 2.0) == []
+    assert machine.num_jobs == 0
+
+
+def test_at_its_end_the_engine_hears_of_all_that_is_quiet(writing):
+    told(writing, remote_blocks(landing("b")), 1.0)
+    (close,) = answers(writing.close_all(frozenset({landing()})))
+    assert (type(close), close.landing) == (CloseWrite, landing("b"))

@@ -562,3 +562,20 @@ def test_workers_learn_when_nothing_runs(make_side: Callable[..., Side]) -> None
     ]
     told = [half.build_connector_meta(step).computes_nothing for step in steps]
     assert told == [True, False, False, False, True, False, True]
+
+
+def test_work_that_was_taken_gets_to_the_workers_whatever_fails(
+    make_side: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hook of ours that fails must not end the step, and the loads that it would have told of must not be lost."""
+    producer, consumer = make_side("producer"), make_side("consumer")
+    request = request_of("second", 40, offer(producer))
+    consumer.half.on_new_request(request)
+    tokens, _ = consumer.half.get_num_new_matched_tokens(request, 0)
+    consumer.half.update_state_after_alloc(request, consumer.allocate(request, tokens), tokens)
+    promises = consumer.half.offers.promises
+    with monkeypatch.context() as broken:
+        broken.setattr(promises, "steps", lambda scheduled: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            consumer.half.build_connector_meta(NOTHING)
+    assert [load.request_id for load in consumer.half.build_connector_meta(NOTHING).loads] == ["second"]

@@ -5,7 +5,7 @@ worker and moves bytes. The engine's step only enqueues work for them and collec
 """
 
 from kvferry.agent.engine import EngineAgent, HoldEnded, LoadQuiet, TransferLost
-from kvferry.agent.loads import LoadRequest, LoadResult
+from kvferry.agent.loads import Leftovers, LoadRequest, LoadResult
 from kvferry.agent.loop import boottime
 from kvferry.agent.sources import ComputeStep
 from kvferry.agent.worker import WorkerAgent
@@ -14,6 +14,7 @@ __all__ = [
     "ComputeStep",
     "EngineAgent",
     "HoldEnded",
+    "Leftovers",
     "LoadQuiet",
     "LoadRequest",
     "LoadResult",

@@ -7,7 +7,7 @@ from collections import deque
 
 import msgspec
 
-from kvferry.protocol.messages import TransferRef
+from kvferry.protocol.messages import Landing, TransferRef
 
 
 class LoadRequest(msgspec.Struct, frozen=True):
@@ -60,6 +60,17 @@ class LoadResult(msgspec.Struct, frozen=True):
     num_descriptors: int
     seconds: float
     wait_s: float
+
+
+class Leftovers(msgspec.Struct, frozen=True):
+    """What an agent that has stopped could not end; for the next one of the same worker.
+
+    quiet: loads that were reported before and have become quiet, which the engine may not have heard. unquiet: landings
+    of which nobody knows whether something may still land.
+    """
+
+    quiet: tuple[str, ...] = ()
+    unquiet: frozenset[Landing] = frozenset()
 
 
 class Results:

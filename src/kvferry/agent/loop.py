@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from kvferry.control.endpoint import Endpoint, Lost, Received, Route
+from kvferry.control.endpoint import Endpoint, Forgotten, Lost, Received, Route
 from kvferry.protocol import messages
 from kvferry.protocol.messages import BadMessage, Message
 
@@ -44,6 +44,7 @@ class AgentLoop(ABC):
         self._name = name
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._key_ids: collections.OrderedDict[str, str] = collections.OrderedDict()
+        self._pinned: set[str] = set()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._ready = threading.Event()
@@ -87,6 +88,9 @@ class AgentLoop(ABC):
     def on_lost(self, address: str, reason: str) -> None:
         """A connection that was dialled is over and forgotten."""
 
+    def on_forgotten(self, address: str) -> None:
+        """A connection that was dialled has been closed since nobody used it; what is there now nobody has seen."""
+
     def on_time(self) -> None:
         """After every wake-up."""
 
@@ -99,10 +103,17 @@ class AgentLoop(ABC):
 
     def learn_key(self, address: str, key_id: str) -> None:
         """Names the key of an address, for when it is dialled. Bounded: addresses come from clients."""
+        if address in self._pinned:
+            return
         self._key_ids[address] = key_id
         self._key_ids.move_to_end(address)
         if len(self._key_ids) > MAX_KEYS:
             self._key_ids.popitem(last=False)
+
+    def pin_key(self, address: str) -> None:
+        """The address is our own engine's: our first key, whatever a client or a peer says of it."""
+        self._pinned.add(address)
+        self._key_ids.pop(address, None)
 
     def key_of(self, address: str) -> str | None:
         return self._key_ids.get(address) or None
@@ -139,6 +150,8 @@ class AgentLoop(ABC):
                 self.guard(self._deliver, event)
             elif isinstance(event, Lost):
                 self.guard(self.on_lost, event.address, event.reason)
+            elif isinstance(event, Forgotten):
+                self.guard(self.on_forgotten, event.address)
         while self._commands:
             self.guard(self._commands.popleft())
         self.guard(self.on_time)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from kvferry.agent import peers
 from kvferry.agent.driver import Driver
 from kvferry.agent.handshakes import Handshakes
-from kvferry.agent.loads import LoadRequest, LoadResult, Results
+from kvferry.agent.loads import Leftovers, LoadRequest, LoadResult, Results
 from kvferry.agent.loop import AgentLoop, boottime
 from kvferry.agent.peers import Producer, Side
 from kvferry.agent.sources import ComputeStep, IsDone
@@ -67,6 +67,7 @@ class WorkerAgent(AgentLoop):
     """Moves this worker's KV. What stands first below is for the worker's main thread.
 
     num_ranks: workers of the engine; tp_size: those with the same layers, None if that is all of them.
+    leftovers: of the worker's agent before this one, once it has stopped.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class WorkerAgent(AgentLoop):
         fingerprint: dict[str, str],
         group_kinds: tuple[str, ...],
         leases: Leases,
+        leftovers: Leftovers | None = None,
     ) -> None:
         super().__init__(f"kvferry-worker-{rank}", endpoint)
         self._rank = rank
@@ -92,6 +94,8 @@ class WorkerAgent(AgentLoop):
         self._num_ranks = num_ranks
         self._side = Side(tp_rank, num_ranks if tp_size is None else tp_size, layout, fingerprint, group_kinds, ())
         self._leases = leases
+        self._inherited = leftovers or Leftovers()
+        self.leftovers = Leftovers()
         self._loader: Driver[machine.Event, machine.Action] | None = None
         self._writing: Writing | None = None
         self._early: deque[tuple[Route | str, Message]] = deque(maxlen=MAX_EARLY)
@@ -189,10 +193,20 @@ class WorkerAgent(AgentLoop):
             peers.disconnect(producer.sources)
         for transport in self._side.transports:
             transport.close()
+        self.leftovers = self._leave()
         for load_id in list(self._loads):
             # A closed transport may know that nothing can land any more where an open one did not.
             quiet = load_id not in self._written and (load_id not in self._reads or self._reads[load_id].quiet())
             self._report(machine.Report(load_id, ok=False, reason="the worker's I/O thread was stopped", quiet=quiet))
+
+    def _leave(self) -> Leftovers:
+        """Now that the transports are closed, tells what has become quiet. Returns what is left."""
+        if self._writing is None:
+            return self._inherited
+        for load_id in [load_id for load_id in self._reads if load_id not in self._loads]:
+            if self._reads[load_id].quiet():
+                self._tell_quiet(load_id)
+        return Leftovers(tuple(self._unacknowledged), self._writing.close() | self._inherited.unquiet)
 
     def on_message(self, source: Route | str, message: Message) -> None:
         if isinstance(message, messages.Nudge):
@@ -223,11 +237,25 @@ class WorkerAgent(AgentLoop):
         """It answers nothing that we asked where it comes from: nobody else may speak for our engine or a writer."""
         self.counters[f"foreign_{type(message).__name__.lower()}"] += 1
 
+    def on_forgotten(self, address: str) -> None:
+        self._stale(address)
+        if self._writing is not None:
+            self._writing.on_stale(address)
+
+    def _stale(self, address: str) -> None:
+        """What the handshake with this rendezvous told may have changed."""
+        self._retire(address)
+        if self._loader is not None:
+            self._handle(machine.PeerStale(address))
+
     def on_lost(self, address: str, reason: str) -> None:
         reason = f"connection to {address} lost: {reason}"
         self._handshakes.on_lost(address, reason)
         self._retire(address)
         self._handle(machine.PeerFailed(address, reason, lost=True))
+        for rendezvous, producer in list(self._producers.items()):
+            if any(source.worker.control_address == address for source in producer.sources):
+                self._stale(rendezvous)
         self._handle(machine.WriterLost(address, reason))
         if self._writing is not None:
             self._writing.on_lost(address, reason)
@@ -274,10 +302,13 @@ class WorkerAgent(AgentLoop):
             return
         self._incarnation = incarnation
         self._rendezvous = rendezvous
+        self.pin_key(rendezvous)
         loader = machine.Loader(engine_id, incarnation, self._rank, self._num_ranks, self._leases)
         self._loader = Driver(loader, self._act, self.guard)
         home = Home(engine_id, incarnation, rendezvous, self._rank, secret)
-        self._writing = Writing(home, self._side, self, self._handshakes, self._leases)
+        self._writing = Writing(home, self._side, self, self._handshakes, self._leases, self._inherited.unquiet)
+        for load_id in self._inherited.quiet:
+            self._tell_quiet(load_id)
         while self._early:
             self._writing.on_message(*self._early.popleft())
 

@@ -40,6 +40,7 @@ class _Span:
 
 class Writes:
     """Posts each layer of a landing's tokens once it is computed: `step` until the phase is not MOVING, then `quiet`.
+    lost_peer: the peer whose loss ended it, if that is why it failed.
 
     Tokens that are not the last ones go in whole blocks of both sides. A new attempt of the producer's request begins
     again, once nothing of the old one is on its way.
@@ -52,6 +53,7 @@ class Writes:
         self._grain = _grain(target.rows)
         self._transfers: list[Transfer] = []
         self._abandoned = False
+        self.lost_peer: Peer | None = None
         self._begin(0)
 
     def _begin(self, attempt: int) -> None:
@@ -100,6 +102,11 @@ class Writes:
     def nudges_due(self, now: float) -> Iterator[str]:
         for transfer in self._transfers:
             yield from transfer.nudges_due(now)
+
+    @property
+    def address(self) -> str:
+        """Of the consumer engine's rendezvous."""
+        return self._order.address
 
     @property
     def peer(self) -> Peer:
@@ -156,8 +163,8 @@ class Writes:
         phases = {transfer.step() for transfer in self._transfers}
         failed = next((transfer for transfer in self._transfers if transfer.phase is Phase.FAILED), None)
         if failed is not None:
-            self.reason = failed.reason
-            self._abandon_all(failed.reason)
+            self.lost_peer = failed.lost_peer
+            self.abandon(failed.reason)
             return Phase.FAILED
         self._transfers = [transfer for transfer in self._transfers if not _is_over(transfer)]
         is_sealed = self._planned_to >= self._order.end_token and not self._spans and not self._has_states

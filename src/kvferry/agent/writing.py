@@ -22,6 +22,7 @@ from kvferry.protocol.events import (
     Note,
     PeerFailed,
     PeerReady,
+    PeerStale,
     Received,
     Route,
     Send,
@@ -66,12 +67,21 @@ class _Job(NamedTuple):
 class Writing:
     """All landings of this worker. Everything here runs in the agent's thread."""
 
-    def __init__(self, home: Home, side: Side, wire: Wire, handshakes: Handshakes, leases: Leases) -> None:
+    def __init__(
+        self,
+        home: Home,
+        side: Side,
+        wire: Wire,
+        handshakes: Handshakes,
+        leases: Leases,
+        unquiet: frozenset[Landing] = frozenset(),
+    ) -> None:
+        """unquiet: landings that an earlier agent of this worker could not end."""
         self._home = home
         self._side = side
         self._wire = wire
         self._handshakes = handshakes
-        self._machine = writer.Writer(home.rank, home.incarnation, home.address, leases, home.secret)
+        self._machine = writer.Writer(home.rank, home.incarnation, home.address, leases, home.secret, unquiet)
         self._driver: Driver[writer.Event, writer.Action] = Driver(self._machine, self._act, wire.guard)
         self.sources = Sources()
         self._jobs: dict[Landing, _Job] = {}
@@ -83,13 +93,16 @@ class Writing:
     # Events.
 
     def on_message(self, source: Route, message: Message) -> None:
-        if isinstance(message, RemoteBlocks):
-            self._wire.learn_key(message.address, message.key_id)
         self._driver.feed(Received(source, message))
 
     def on_lost(self, address: str, reason: str) -> None:
         self._retire(address)
         self._driver.feed(PeerFailed(address, reason, lost=True))
+
+    def on_stale(self, address: str) -> None:
+        """What a handshake with this address told may have changed."""
+        self._retire(address)
+        self._driver.feed(PeerStale(address))
 
     def on_time(self, now: float) -> None:
         self.sources.advance()
@@ -110,12 +123,19 @@ class Writing:
                 yield now + interval_s
 
     def stop(self) -> None:
-        """Posts nothing more, and lets every consumer's memory go."""
+        """Posts nothing more, and lets every consumer's memory go. `close` comes when the transports are closed."""
         for job in self._jobs.values():
             job.writes.abandon("the worker is shutting down")
             job.writes.quiet()
         for consumer in [*self._consumers.values(), *self._retired]:
             peers.leave(consumer.targets)
+
+    def close(self) -> frozenset[Landing]:
+        """Tells the engine of all landings that are quiet. Returns those of which that will never be known."""
+        unquiet = frozenset(landing for landing, job in self._jobs.items() if not job.writes.quiet())
+        for action in self._machine.close_all(unquiet):
+            self._act(action)
+        return unquiet
 
     # What the machine says.
 
@@ -123,7 +143,8 @@ class Writing:
         match action:
             case Send(to, message):
                 self._wire.send(to, message)
-            case Connect(address, engine_id):
+            case Connect(address, engine_id, key_id):
+                self._wire.learn_key(address, key_id)
                 self._meet(address, engine_id)
             case BeginWrites():
                 self._begin(action)
@@ -206,6 +227,8 @@ class Writing:
         if phase is Phase.FAILED and landing not in self._failed:
             self._failed.add(landing)
             self._driver.feed(WritesFailed(landing, writes.reason))
+            if writes.lost_peer is not None:
+                self.on_stale(writes.address)  # its memory is gone, though its engine may live
         if phase is not Phase.MOVING and writes.quiet():
             del self._jobs[landing]
             self._failed.discard(landing)

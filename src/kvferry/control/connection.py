@@ -35,8 +35,9 @@ _LISTENER_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVEN
 class Limits:
     """Bounds of an endpoint.
 
-    high_water_messages: kept per connection and direction before `Backlog`. routed_messages: the same for what waits
-    to go back along one Route, which is less, since a stranger chooses how many Routes there are and what is asked.
+    high_water_messages: kept per connection before `Backlog`, and from a peer that dialled before it must wait.
+    routed_messages: the same for what waits to go back along one Route, which is less, since a stranger chooses how
+    many Routes there are and what is asked.
     max_peers: addresses dialled at a time. connect_s, handshake_s: how long either may take. heartbeat_s: how often a
     quiet connection is probed. idle_s: a dialled peer with nothing sent or received for so long is forgotten.
     linger_s: how long `close` tries to deliver what was accepted.

@@ -33,7 +33,18 @@ from kvferry.control.connection import (
 )
 from kvferry.control.security import Security, ZapServer
 
-__all__ = ["AddressError", "Backlog", "Endpoint", "Event", "FrameTooLarge", "Limits", "Lost", "Received", "Route"]
+__all__ = [
+    "AddressError",
+    "Backlog",
+    "Endpoint",
+    "Event",
+    "Forgotten",
+    "FrameTooLarge",
+    "Limits",
+    "Lost",
+    "Received",
+    "Route",
+]
 
 DEFAULT_MAX_FRAME_BYTES = 8 << 20
 
@@ -72,7 +83,13 @@ class Lost(NamedTuple):
     reason: str
 
 
-Event: TypeAlias = Received | Lost
+class Forgotten(NamedTuple):
+    """A connection that we dialled was closed since nobody used it. The next frame dials anew, and may find another."""
+
+    address: str
+
+
+Event: TypeAlias = Received | Lost | Forgotten
 
 
 class Endpoint:
@@ -182,8 +199,8 @@ class Endpoint:
     def receive(self, timeout_s: float | None) -> list[Event]:
         """Waits at most timeout_s (None: for ever) for something to happen; returns what did, in order per peer.
 
-        Empty after a time-out or a `wake`, and also when all that happened was a peer coming, garbage being dropped
-        or an idle peer being forgotten. What a peer sent before it was lost comes before its `Lost`.
+        Empty after a time-out or a `wake`, and also when all that happened was a peer coming or garbage being dropped.
+        What a peer sent before it was lost comes before its `Lost`.
         """
         ready = {readable for readable, _ in self._poller.poll(self._timeout_ms(timeout_s))}
         if self._wake_fd in ready:
@@ -198,7 +215,7 @@ class Endpoint:
         for peer in list(self._peers.values()):
             if peer.lost_reason or peer.socket in ready or peer.monitor.socket in ready:
                 events += self._receive_from(peer)
-        self._forget_idle()
+        events += self._forget_idle()
         return events
 
     def wake(self) -> None:
@@ -262,22 +279,36 @@ class Endpoint:
         limits = self._limits
         options = {
             zmq.IPV6: int(":" in host),
-            zmq.SNDHWM: limits.routed_messages if kind == zmq.ROUTER else limits.high_water_messages,
-            zmq.RCVHWM: limits.high_water_messages,
             # ZMQ ends the connection beyond this without a word; a smaller excess is dropped and counted here.
             zmq.MAXMSGSIZE: 2 * self.max_frame_bytes + 1024,
             zmq.HANDSHAKE_IVL: _ms(limits.handshake_s),
-            zmq.HEARTBEAT_IVL: _ms(limits.heartbeat_s),
-            zmq.HEARTBEAT_TIMEOUT: _ms(limits.silence_s),
-            zmq.HEARTBEAT_TTL: _ms(limits.silence_s),
             zmq.TCP_KEEPALIVE: 1,
+            zmq.TCP_KEEPALIVE_IDLE: max(1, round(limits.silence_s)),
+            zmq.TCP_KEEPALIVE_INTVL: max(1, round(limits.heartbeat_s)),
+            zmq.TCP_KEEPALIVE_CNT: 3,
             zmq.TCP_MAXRT: _ms(limits.silence_s),
         }
+        # libzmq 4.3.5 aborts the process when it probes a peer that left while more waited than may be received. So
+        # only diallers probe, and take in whatever comes; a listener leaves it to TCP to notice a host that is gone.
         if kind == zmq.ROUTER:
-            options |= {zmq.ROUTER_MANDATORY: 1, zmq.ROUTER_HANDOVER: 0, zmq.BACKLOG: 1024}
+            options |= {
+                zmq.SNDHWM: limits.routed_messages,
+                zmq.RCVHWM: limits.high_water_messages,
+                zmq.ROUTER_MANDATORY: 1,
+                zmq.ROUTER_HANDOVER: 0,
+                zmq.BACKLOG: 1024,
+            }
             self._security.secure_listener(socket)
         else:
-            options |= {zmq.CONNECT_TIMEOUT: _ms(limits.connect_s), zmq.RECONNECT_IVL: _NEVER_MS}
+            options |= {
+                zmq.SNDHWM: limits.high_water_messages,
+                zmq.RCVHWM: 0,
+                zmq.HEARTBEAT_IVL: _ms(limits.heartbeat_s),
+                zmq.HEARTBEAT_TIMEOUT: _ms(limits.silence_s),
+                zmq.HEARTBEAT_TTL: _ms(limits.silence_s),
+                zmq.CONNECT_TIMEOUT: _ms(limits.connect_s),
+                zmq.RECONNECT_IVL: _NEVER_MS,
+            }
         for option, value in options.items():
             socket.set(option, value)
         return socket
@@ -297,8 +328,8 @@ class Endpoint:
             timeout_s = until_check_s if timeout_s is None else min(timeout_s, until_check_s)
         return None if timeout_s is None else math.ceil(timeout_s * 1000)
 
-    def _forget_idle(self) -> None:
-        """Closes dialled connections that nobody uses, without an event; a peer's next frame dials anew."""
+    def _forget_idle(self) -> Iterator[Forgotten]:
+        """Closes dialled connections that nobody uses; a peer's next frame dials anew."""
         now_s = time.monotonic()
         if now_s < self._idle_check_at_s:
             return
@@ -306,6 +337,7 @@ class Endpoint:
         for peer in list(self._peers.values()):
             if now_s - peer.used_at_s >= self._limits.idle_s and not peer.lost_reason:
                 self.forget(peer.address)
+                yield Forgotten(peer.address)
 
     def _receive_routed(self) -> Iterator[Received]:
         for identity, *frames in take(self._listener):

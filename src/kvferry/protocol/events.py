@@ -213,6 +213,14 @@ class PeerFailed:
 
 
 @dataclass(frozen=True)
+class PeerStale:
+    """What a handshake with this address told may have changed, and nobody would have heard. What goes on under it goes
+    on; what begins shakes hands anew."""
+
+    address: str
+
+
+@dataclass(frozen=True)
 class ReadsDone:
     """Every read of the load was seen finished; nothing of it can land any more."""
 
@@ -334,10 +342,11 @@ class ClaimLost:
 
 @dataclass(frozen=True)
 class Connect:
-    """Handshake with the engine `engine_id` at `address`; answer PeerReady or PeerFailed."""
+    """Handshake with the engine `engine_id` at `address`; answer PeerReady or PeerFailed. key_id: of that address."""
 
     address: str
     engine_id: str
+    key_id: str = ""
 
 
 @dataclass(frozen=True)

@@ -237,7 +237,8 @@ class Hold:
     def may_be_relieved(self) -> bool:
         """Held; its consumer waits by the router's name, and so may have blocks of its own; and none of its ranks has
         come for it. By any other name a consumer waits without blocks."""
-        has_come = self.landings.were_used or any(record.was_granted for record in self.claims.values())
+        was_granted = self.disowned_end > -math.inf or any(record.was_granted for record in self.claims.values())
+        has_come = self.landings.were_used or was_granted
         return self.is_awaited and not self.is_live and not self.failed and not has_come
 
     def may_be_voided(self, now: float) -> bool:

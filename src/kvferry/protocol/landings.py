@@ -57,11 +57,21 @@ class Landings:
         """Whether any was ever opened or closed."""
         return bool(self._open) or len(self._closed) > 0
 
+    def follow(self, landing: Landing, route: Route) -> bool:
+        """Whether it is open; then its writer is there from now on."""
+        writer = self._open.get(landing)
+        if writer is not None:
+            writer.route = route
+        return writer is not None
+
+    def must_stop(self, landing: Landing) -> bool:
+        return self._open[landing].stop_at < math.inf
+
     def open(self, landing: Landing, route: Route) -> bool:
-        """False: it was closed. Open already: the route may be a new one."""
+        """False: it was closed."""
         if landing in self._closed:
             return False
-        self._open.setdefault(landing, _Open(route)).route = route
+        self._open[landing] = _Open(route)
         return True
 
     def close(self, landing: Landing) -> None:

@@ -14,6 +14,7 @@ from kvferry.protocol.events import (
     Order,
     PeerFailed,
     PeerReady,
+    PeerStale,
     PostReads,
     Quieted,
     ReadsDone,
@@ -57,6 +58,7 @@ __all__ = [
     "Order",
     "PeerFailed",
     "PeerReady",
+    "PeerStale",
     "PostReads",
     "Quieted",
     "ReadsDone",
@@ -76,6 +78,7 @@ Event: TypeAlias = (
     Start
     | PeerReady
     | PeerFailed
+    | PeerStale
     | ReadsDone
     | ReadsFailed
     | ReadsQuiet
@@ -136,6 +139,8 @@ class Loader:
                 return self._on_peer_ready(event, now)
             case PeerFailed():
                 return self._on_peer_failed(event, now)
+            case PeerStale(address):
+                return self._on_peer_stale(address)
             case ReadsDone(load_id):
                 return self._on_reads_done(self._job(load_id), now)
             case ReadsFailed(load_id, reason):
@@ -192,7 +197,7 @@ class Loader:
 
     def _on_peer_ready(self, ready: PeerReady, now: float) -> list[Action]:
         peer = self._peers[ready.address] = _Peer(ready.incarnation, ready.topology_digest, ready.sources)
-        actions: list[Action] = []
+        actions = self._follow_writers(ready, now)
         for job in self._unreported_jobs(ready.address):
             wanted = job.incarnation or job.load.ref.incarnation
             if wanted not in ("", ready.incarnation):
@@ -201,6 +206,32 @@ class Loader:
             elif job.state is LoadState.CONNECTING:
                 actions += self._begin(job, peer, now)
         return actions
+
+    def _follow_writers(self, ready: PeerReady, now: float) -> list[Action]:
+        """Workers of the same engine may have new addresses: what they wrote for us they know, or can close."""
+        actions: list[Action] = []
+        addresses = {source.rank: source.address for source in ready.sources}
+        for job in list(self._jobs.values()):
+            if job.writers is None or (job.load.address, job.incarnation) != (ready.address, ready.incarnation):
+                continue
+            moved = {rank: at for rank, at in addresses.items() if job.writers.addresses.get(rank, at) != at}
+            if not moved:
+                continue
+            job.writers.addresses |= moved
+            job.writers.cancels = 0
+            if job.state is LoadState.LANDING and moved.keys() & job.writers.waiting:
+                actions += self._give_up(job, f"producer rank {min(moved)} has another address now", now)
+            else:
+                actions += self._settle_writers(job, now)
+        return actions
+
+    def _on_peer_stale(self, address: str) -> list[Action]:
+        peer = self._peers.get(address)
+        if peer is not None and peer.connecting_until is None:
+            del self._peers[address]
+        elif peer is not None:
+            peer.incarnation = None
+        return []
 
     def _on_peer_failed(self, failed: PeerFailed, now: float) -> list[Action]:
         if not failed.lost:
@@ -338,9 +369,13 @@ class Loader:
         writers.cancels += 1
         wait_s = self._leases.claim_reply_s * 2.0 ** min(writers.cancels - 1, 16)
         self._set_ask_again(job, now + min(wait_s, max(LONGEST_CANCEL_S, self._leases.claim_reply_s)))
-        return [
+        actions: list[Action] = [
             Send(writers.addresses[rank], cancel_write(self._reader, job, rank)) for rank in sorted(writers.unquiet)
         ]
+        if job.load.address not in self._peers:  # they may have moved
+            peer = self._peers[job.load.address] = _Peer()
+            actions.append(self._connect(peer, job.load, now))
+        return actions
 
     def _set_ask_again(self, job: Job, at: float) -> None:
         job.ask_again_at = at

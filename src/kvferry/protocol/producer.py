@@ -302,6 +302,8 @@ class ProducerEngine:
             return self._refuse(route, ask, hold)
         if hold is None or landing in self._closed:
             return self._refuse(route, ask, No("ended", "its writer has closed it"))
+        if hold.landings.follow(landing, route):  # the answer was lost, or the writer only shows where it is
+            return [] if hold.landings.must_stop(landing) else [Send(route, self._opened(hold, ask))]
         if (wrong := mismatch(hold.offer, ask)) is not None:
             return self._disown(hold, route, ask, wrong, now)
         record = self._admit(hold, landing.claim_id, ask.num_ranks, now, landing.rank)
@@ -310,10 +312,12 @@ class ProducerEngine:
         if not hold.landings.open(landing, route):
             return self._refuse(route, ask, No("ended", "its writer has closed it"))
         self._renew(hold, record, now)
+        return [Send(route, self._opened(hold, ask))]
+
+    def _opened(self, hold: Hold, ask: OpenWrite) -> WriteOpened:
         offer = hold.offer
         block_ids = offer.block_ids if isinstance(offer, Held) else ()
-        opened = WriteOpened(landing=landing, seq=ask.seq, transfer_id=offer.ref.transfer_id, block_ids=block_ids)
-        return [Send(route, opened)]
+        return WriteOpened(landing=ask.landing, seq=ask.seq, transfer_id=offer.ref.transfer_id, block_ids=block_ids)
 
     def _on_close_write(self, route: Route, close: CloseWrite, now: float) -> list[Action]:
         landing = close.landing

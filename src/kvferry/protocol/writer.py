@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
@@ -15,6 +15,7 @@ from kvferry.protocol.events import (
     Note,
     PeerFailed,
     PeerReady,
+    PeerStale,
     Received,
     Route,
     Send,
@@ -43,12 +44,18 @@ from kvferry.protocol.transitions import IllegalTransition, Table
 
 __all__ = ["JOBS", "Action", "Event", "JobState", "JobTrigger", "Writer"]
 
-Event: TypeAlias = PeerReady | PeerFailed | WritesDone | WritesFailed | WritesQuiet | Received | Tick
+Event: TypeAlias = PeerReady | PeerFailed | PeerStale | WritesDone | WritesFailed | WritesQuiet | Received | Tick
 Action: TypeAlias = Connect | BeginWrites | AbandonWrites | Send | Note
 
 
 FIRST_SEQ = 1 << 40
 """Above what a loader of the same process asks with, so that one can tell whose question an answer is for."""
+MAX_JOBS = 8192
+MAX_JOBS_PER_ROUTE = 2048
+MAX_BLOCK_IDS = 1 << 22
+"""Of all orders. What comes beyond these limits is let fall: who ordered it asks again."""
+LONGEST_ASK_S = 30.0
+"""Between two times that the own engine is asked the same; an open landing's route to it is kept alive so."""
 
 
 class JobState(Enum):
@@ -89,8 +96,8 @@ JOBS = Table(
 class _Job:
     """One landing. route: where its consumer hears of it. order: None if only a cancel ever came.
 
-    seq, ask_again_at: of what is asked of the own engine, OpenWrite or CloseWrite. done: if all was written in time;
-    failure: else, why not.
+    seq, asks, ask_again_at: of what is asked of the own engine, OpenWrite or CloseWrite. done: if all was written in
+    time; failure: else, why not.
     """
 
     landing: Landing
@@ -99,10 +106,15 @@ class _Job:
     state: JobState = JOBS.start
     opened: WriteOpened | None = None
     seq: int = 0
+    asks: int = 0
     ask_again_at: float = math.inf
     done: WriteDone | None = None
     failure: str = ""
     unable: bool = False
+
+    @property
+    def num_block_ids(self) -> int:
+        return sum(map(len, self.order.block_ids)) if self.order is not None else 0
 
     @property
     def failed(self) -> Failed:
@@ -120,18 +132,30 @@ class Writer:
     answered, by PeerReady or PeerFailed.
     """
 
-    def __init__(self, rank: int, incarnation: str, rendezvous: str, leases: Leases, home: str = "") -> None:
-        """rendezvous: address of the own engine's; home: see OpenWrite."""
+    def __init__(
+        self,
+        rank: int,
+        incarnation: str,
+        rendezvous: str,
+        leases: Leases,
+        home: str = "",
+        unquiet: frozenset[Landing] = frozenset(),
+    ) -> None:
+        """rendezvous: address of the own engine's; home: see OpenWrite. unquiet: landings that an earlier writer of
+        this rank could not end; nobody can say any more when they are."""
         self._rank = rank
         self._incarnation = incarnation
         self._rendezvous = rendezvous
         self._leases = leases
         self._home = home
+        self._unquiet = unquiet
         self._jobs: dict[Landing, _Job] = {}
         self._over: OrderedDict[Landing, _Job] = OrderedDict()
         self._questions: dict[int, _Job] = {}  # by seq
         self._ready: dict[str, str] = {}  # incarnation by address
-        self._connecting: set[str] = set()
+        self._connecting: dict[str, str] = {}  # the engine asked for, by address
+        self._routes: Counter[Route] = Counter()  # jobs of each
+        self._num_block_ids = 0
         self._seq = FIRST_SEQ
         self._alarm = Alarm()
 
@@ -143,6 +167,8 @@ class Writer:
                 return self._on_peer_ready(address, incarnation, now)
             case PeerFailed():
                 return self._on_peer_failed(event, now)
+            case PeerStale(address):
+                return self._on_peer_stale(address)
             case WritesDone():
                 return self._on_writes_done(event, now)
             case WritesFailed(landing, reason, unable):
@@ -184,12 +210,42 @@ class Writer:
         known = self._find(order.landing, route)
         if known is not None:
             return self._again(known)
-        job = self._jobs[order.landing] = _Job(order.landing, route, order)
-        actions = [self._ask(job, now)]
-        if self._ready.get(order.address) != order.incarnation and order.address not in self._connecting:
-            self._connecting.add(order.address)
-            actions.append(Connect(order.address, order.engine_id))
-        return actions
+        job = _Job(order.landing, route, order)
+        if (no := self._why_not_taken(job)) is not None:
+            return no
+        self._add(job)
+        return [self._ask(job, now), *self._connect_for(order)]
+
+    def _why_not_taken(self, job: _Job) -> list[Action] | None:
+        """None: it is taken."""
+        if job.landing in self._unquiet:
+            job.failure = "an earlier writer of this rank could not end it"
+            return [Note("unquiet_landing", f"{job.landing}: {job.failure}"), Send(job.route, job.failed)]
+        most = (len(self._jobs) >= MAX_JOBS, self._routes[job.route] >= MAX_JOBS_PER_ROUTE)
+        if any(most) or self._num_block_ids + job.num_block_ids > MAX_BLOCK_IDS:
+            return [Note("too_many_orders", f"{len(self._jobs)} landings, {self._num_block_ids} block ids")]
+        return None
+
+    def _add(self, job: _Job) -> None:
+        self._jobs[job.landing] = job
+        self._routes[job.route] += 1
+        self._num_block_ids += job.num_block_ids
+
+    def _remove(self, job: _Job) -> None:
+        del self._jobs[job.landing]
+        self._num_block_ids -= job.num_block_ids
+        self._leave_route(job)
+
+    def _leave_route(self, job: _Job) -> None:
+        self._routes[job.route] -= 1
+        if not self._routes[job.route]:
+            del self._routes[job.route]
+
+    def _connect_for(self, order: RemoteBlocks) -> list[Action]:
+        if self._ready.get(order.address) == order.incarnation or order.address in self._connecting:
+            return []
+        self._connecting[order.address] = order.engine_id
+        return [Connect(order.address, order.engine_id, order.key_id)]
 
     def _on_cancel(self, route: Route, cancel: CancelWrite, now: float) -> list[Action]:
         landing = cancel.landing
@@ -197,13 +253,20 @@ class Writer:
             return [Note("stray_order", self._stray(landing, cancel.producer_incarnation))]
         job = self._find(landing, route)
         if job is None:  # its order may still be on the way
-            job = self._jobs[landing] = _Job(landing, route, None)
+            job = _Job(landing, route, None)
+            if (no := self._why_not_taken(job)) is not None:
+                return no
+            self._add(job)
         if job.state in (JobState.OPENING, JobState.WRITING):
             return self._give_up(job, "cancelled by the consumer", now)
         return self._again(job)
 
     def _find(self, landing: Landing, route: Route) -> _Job | None:
-        job = self._jobs.get(landing) or self._over.get(landing)
+        job = self._jobs.get(landing)
+        if job is not None and job.route != route:
+            self._leave_route(job)
+            self._routes[route] += 1
+        job = job or self._over.get(landing)
         if job is not None:
             job.route = route
         return job
@@ -228,10 +291,12 @@ class Writer:
         if not job.seq:
             job.seq = self._next_seq()
             self._questions[job.seq] = job
-        job.ask_again_at = now + self._leases.claim_reply_s
+        longest_s = max(LONGEST_ASK_S, self._leases.claim_reply_s)
+        job.ask_again_at = now + min(longest_s, self._leases.claim_reply_s * 2.0 ** min(job.asks, 8))
+        job.asks += 1
         self._alarm.by(job.ask_again_at)
         if job.state is JobState.CLOSING or job.order is None:
-            return Send(self._rendezvous, CloseWrite(landing=job.landing, seq=job.seq, home=self._home))
+            return Send(self._rendezvous, self._close_write(job.landing, job.seq))
         order = job.order
         ask = OpenWrite(
             landing=job.landing,
@@ -251,7 +316,6 @@ class Writer:
         if job is None or job.state is not JobState.OPENING or self._questions.get(opened.seq) is not job:
             return []  # it has closed, or will
         job.opened = opened
-        job.ask_again_at = math.inf
         return self._begin_if_ready(job)
 
     def _begin_if_ready(self, job: _Job) -> list[Action]:
@@ -273,7 +337,9 @@ class Writer:
     def _on_stop(self, landing: Landing, reason: str, now: float) -> list[Action]:
         job = self._jobs.get(landing)
         if job is None:  # over, and the engine hasn't heard
-            return [Send(self._rendezvous, CloseWrite(landing=landing, seq=self._next_seq(), home=self._home))]
+            if landing in self._unquiet:
+                return []
+            return [Send(self._rendezvous, self._close_write(landing, self._next_seq()))]
         return self._give_up(job, reason, now) if job.state in (JobState.OPENING, JobState.WRITING) else []
 
     def _on_closed(self, closed: WriteClosed) -> list[Action]:
@@ -281,7 +347,9 @@ class Writer:
         if job is None or job.state is not JobState.CLOSING:
             return []
         job.state = JOBS.next(job.state, JobTrigger.CLOSED)
-        del self._jobs[job.landing], self._questions[job.seq]
+        self._remove(job)
+        del self._questions[job.seq]
+        job.ask_again_at = math.inf
         job.order = job.opened = None  # block ids are large
         self._over[job.landing] = job
         if len(self._over) > self._leases.max_remembered:
@@ -291,7 +359,7 @@ class Writer:
     # The consumer's engine
 
     def _on_peer_ready(self, address: str, incarnation: str, now: float) -> list[Action]:
-        self._connecting.discard(address)
+        self._connecting.pop(address, None)
         self._ready[address] = incarnation
         actions: list[Action] = []
         for job, order in self._jobs_at(address):
@@ -306,17 +374,24 @@ class Writer:
 
     def _on_peer_failed(self, failed: PeerFailed, now: float) -> list[Action]:
         """lost: what is being written must stop, since nobody would hear of it. Else only a handshake has failed: this
-        rank can't write to that engine."""
-        self._connecting.discard(failed.address)
+        rank can't write to the engine that it asked for. Orders of others at that address get one of their own."""
+        asked_for = self._connecting.pop(failed.address, None)
         if failed.lost:
             self._ready.pop(failed.address, None)
         actions: list[Action] = []
         for job, order in self._jobs_at(failed.address):
             waits = job.state is JobState.OPENING and self._ready.get(failed.address) != order.incarnation
-            if waits or (failed.lost and job.state is JobState.WRITING):
+            if waits and not failed.lost and order.engine_id != asked_for:
+                actions += self._connect_for(order)
+            elif waits or (failed.lost and job.state is JobState.WRITING):
                 job.unable = not failed.lost
                 actions += self._give_up(job, failed.reason, now)
         return actions
+
+    def _on_peer_stale(self, address: str) -> list[Action]:
+        self._ready.pop(address, None)
+        waiting = (order for job, order in self._jobs_at(address) if job.state is JobState.OPENING)
+        return [action for order in waiting for action in self._connect_for(order)]
 
     def _jobs_at(self, address: str) -> list[tuple[_Job, RemoteBlocks]]:
         jobs = list(self._jobs.values())
@@ -365,8 +440,16 @@ class Writer:
     def _close(self, job: _Job, trigger: JobTrigger, now: float) -> list[Action]:
         job.state = JOBS.next(job.state, trigger)
         self._questions.pop(job.seq, None)
-        job.seq = 0
+        job.seq = job.asks = 0
         return [self._ask(job, now)]
+
+    def close_all(self, unquiet: frozenset[Landing]) -> list[Action]:
+        """The process lets go of everything: the own engine hears of all that is quiet that it is closed."""
+        quiet = [landing for landing in self._jobs if landing not in unquiet]
+        return [Send(self._rendezvous, self._close_write(landing, self._next_seq())) for landing in quiet]
+
+    def _close_write(self, landing: Landing, seq: int) -> CloseWrite:
+        return CloseWrite(landing=landing, seq=seq, home=self._home)
 
     def _next_seq(self) -> int:
         self._seq += 1

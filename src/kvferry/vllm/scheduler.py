@@ -146,15 +146,16 @@ class SchedulerSide:
         self.drain()
         agent = self._agent
         promises = self.offers.promises
+        computes, runs = promises.steps(scheduled), self._runs(scheduled)  # first: work that is taken must get there
         return StepMetadata(
             agent.engine_id,
             agent.incarnation,
             agent.endpoint.address,
             agent.home,
             *self.fetches.take_work(),
-            promises.steps(scheduled),
+            computes,
             promises.take_over(),
-            computes_nothing=not self._runs(scheduled),
+            computes_nothing=not runs,
         )
 
     def _runs(self, scheduled: SchedulerOutput) -> bool:

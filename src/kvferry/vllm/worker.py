@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvferry import records
-from kvferry.agent import LoadRequest, LoadResult, WorkerAgent
+from kvferry.agent import Leftovers, LoadRequest, LoadResult, WorkerAgent
 from kvferry.vllm import attention, specs
 from kvferry.vllm.config import Config
 from kvferry.vllm.digests import model_identity
@@ -65,7 +65,8 @@ class WorkerSide:
         self._running: dict[str, LoadRequest] = {}
         self._ended: list[LoadResult] = []
         self._new_record: bytes | None = None
-        self._is_identified = False
+        self._identity: tuple[str, str, str, str] | None = None
+        self._leftovers = Leftovers()
         self._computes = False
         self._computes_nothing = False
         self._newest_load_at = 0.0
@@ -93,10 +94,12 @@ class WorkerSide:
             fingerprint=self._fingerprint,
             group_kinds=self._group_kinds,
             leases=self._config.leases(),
+            leftovers=self._leftovers,
         )
         agent.start()
         self._agent = agent
-        self._is_identified = False
+        if self._identity is not None:
+            agent.identify(*self._identity)
 
     def unregister_kv_caches(self) -> None:
         """Sleep mode is about to take the cache's memory: nothing may be read from or into it any more."""
@@ -105,6 +108,7 @@ class WorkerSide:
         self._agent.stop()
         for result in self._agent.collect():
             self._end(result)
+        self._leftovers = self._agent.leftovers
         self._agent = None
 
     def restore_kv_caches(self, kv_caches: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -132,9 +136,9 @@ class WorkerSide:
         self._computes_nothing = step.computes_nothing
         if self._agent is None or not step.engine_id:
             return
-        if not self._is_identified:
-            self._is_identified = True
-            self._agent.identify(step.engine_id, step.incarnation, step.rendezvous, step.home)
+        if self._identity is None:
+            self._identity = (step.engine_id, step.incarnation, step.rendezvous, step.home)
+            self._agent.identify(*self._identity)
         if step.computes:
             self._agent.begin_step(step.computes)
         if step.over:

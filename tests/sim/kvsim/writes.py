@@ -147,8 +147,9 @@ class ProducerWorker(Process):
         check(not any(write.can_land for write in self.writes.values()), "leak", f"{self.name} still writes")
         check(writer.num_jobs == 0 and not writer._questions, "leak", f"{self.name} still has jobs")
         check(len(writer._over) <= self.producer.leases.max_remembered, "leak", f"{self.name} remembers too much")
-        known = set(writer._ready) | writer._connecting
+        known = writer._ready.keys() | writer._connecting.keys()
         check(known <= set(self.producer.consumers), "leak", f"{self.name} knows {known}")
+        check(not writer._routes and not writer._num_block_ids, "leak", f"{self.name} counts jobs that are over")
         check(not writer._connecting, "rule 4", f"{self.name} waits for {writer._connecting}")
         check(not self.progress, "leak", f"{self.name} still knows of {sorted(self.progress)}")
         check(writer.next_deadline() is None, "leak", f"{self.name} still waits for something")
