@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 
 import pytest
 from agent_engines import Engine, digest_of, eventually, request_for
@@ -212,3 +213,34 @@ def test_a_stale_request_does_not_disturb_loads_of_the_same_address(make_engine)
     assert "incarnation" in consumer.collected(stale.load_id)[0].reason
     assert consumer.collected(good.load_id)[0].ok
     assert consumer.load(request_for(producer, producer.hold([1], 4), [1], [4], 4))[0].ok
+
+
+def test_nothing_lands_before_the_device_has_done_what_it_was_told_before(make_engine) -> None:
+    """It may be clearing the blocks, or still be computing for the request that had them. What is cancelled meanwhile
+    never starts."""
+    producer, consumer = make_engine(), make_engine()
+    producer.fill([3, 7, 5], 10)
+    refs = [producer.hold([3, 7, 5], 10) for _ in range(2)]
+    first, second = (request_for(producer, ref, [3, 7, 5], [9, 2, 4], 10) for ref in refs)
+    is_done = threading.Event()
+    asked: list[bool] = []
+    worker = consumer.workers[0].agent
+    worker.load(first, lambda: asked.append(True) or is_done.is_set())
+    worker.load(second)
+    worker.cancel(second.load_id, "the client went away")
+    eventually(lambda: len(asked) > 3, "the device is asked again and again")
+    assert not consumer.workers[0].cache.any()
+    is_done.set()
+    eventually(lambda: consumer.collected(first.load_id) and consumer.collected(second.load_id), "both end")
+    assert [consumer.collected(load.load_id)[0].ok for load in (first, second)] == [True, False]
+    assert consumer.holds_prompt([9, 2, 4], 10)
+
+
+def test_a_load_that_waited_for_the_device_when_its_worker_stopped_has_failed_and_is_quiet(make_engine) -> None:
+    producer, consumer = make_engine(), make_engine()
+    load = request_for(producer, producer.hold([3, 7, 5], 10), [3, 7, 5], [9, 2, 4], 10)
+    worker = consumer.workers[0].agent
+    worker.load(load, lambda: False)
+    worker.stop()
+    (result,) = consumer.collected(load.load_id)
+    assert (result.ok, result.quiet) == (False, True)

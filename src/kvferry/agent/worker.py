@@ -113,6 +113,7 @@ class WorkerAgent(AgentLoop):
         self._nudged_until = 0.0
         self._quiesced_seq = 0
         self._results = Results()
+        self._waiting: deque[tuple[IsDone | None, Callable[[], None]]] = deque()  # for the device
 
     # For the worker's main thread.
 
@@ -135,14 +136,15 @@ class WorkerAgent(AgentLoop):
         """
         self.submit(lambda: self._identify(engine_id, incarnation, rendezvous, home))
 
-    def load(self, load: LoadRequest) -> None:
-        """Starts a load; its result comes from `collect`, once."""
+    def load(self, load: LoadRequest, is_ready: IsDone | None = None) -> None:
+        """Starts a load once `is_ready` says so (None: it is), and those before it have started; its result comes from
+        `collect`, once. What the device was told before may still touch the blocks: nothing may land before that."""
         at = boottime()
-        self.submit(lambda: self._start_load(load, at))
+        self.submit(lambda: self._when_ready(is_ready, lambda: self._start_load(load, at)))
 
     def cancel(self, load_id: str, reason: str) -> None:
         """The request no longer wants its load; the result still comes, once."""
-        self.submit(lambda: self._handle(machine.Cancel(load_id, reason)))
+        self.submit(lambda: self._when_ready(None, lambda: self._handle(machine.Cancel(load_id, reason))))
 
     def begin_step(self, steps: list[ComputeStep]) -> None:
         """The engine's step begins: what it computes of promised transfers, if anything."""
@@ -184,6 +186,8 @@ class WorkerAgent(AgentLoop):
 
     def on_stop(self) -> None:
         """Closes everything, and reports what was still running: whoever stopped the agent may collect it."""
+        while self._waiting:  # not for the device any more: nothing is posted from here on
+            self.guard(self._waiting.popleft()[1])
         for reads in self._reads.values():
             reads.abandon("the worker is shutting down")
             reads.quiet()
@@ -263,6 +267,7 @@ class WorkerAgent(AgentLoop):
     def on_time(self) -> None:
         now = boottime()
         self._handshakes.on_time(now)
+        self.guard(self._start_what_is_ready)
         for load_id in list(self._reads):
             self.guard(self._advance, load_id)
         if self._writing is not None:
@@ -283,7 +288,7 @@ class WorkerAgent(AgentLoop):
         times = self._handshakes.deadlines()
         times += [entry.send_again_at for entry in self._unacknowledged.values()]
         times += [now + reads.poll_interval_s(now) for reads in self._reads.values()]
-        if now < self._nudged_until:
+        if now < self._nudged_until or self._waiting:
             times.append(now + POLL_S)
         if self._written:
             times.append(self._look_for_dead_at)
@@ -351,6 +356,14 @@ class WorkerAgent(AgentLoop):
             logger.info("kvferry: %s: %s", action.name, action.detail)
 
     # Loads.
+
+    def _when_ready(self, is_ready: IsDone | None, start: Callable[[], None]) -> None:
+        self._waiting.append((is_ready, start))
+        self._start_what_is_ready()
+
+    def _start_what_is_ready(self) -> None:
+        while self._waiting and (self._waiting[0][0] is None or self._waiting[0][0]()):
+            self.guard(self._waiting.popleft()[1])
 
     def _start_load(self, request: LoadRequest, submitted_at: float) -> None:
         self._loads[request.load_id] = _Running(request, submitted_at)

@@ -128,6 +128,10 @@ class WorkerSide:
         if self._agent is not None:
             self._agent.stop()
 
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._kv_caches.values())).device
+
     # Each step.
 
     def begin_step(self, step: StepMetadata) -> None:
@@ -150,18 +154,20 @@ class WorkerSide:
 
     def end_step(self) -> None:
         if self._computes and self._agent is not None:
-            self._agent.end_step(device_event(next(iter(self._kv_caches.values())).device))
+            self._agent.end_step(device_event(self._device))
         self._computes = False
 
     def start_load_kv(self, step: StepMetadata) -> None:
-        """After the step's new blocks were cleared: what comes from outside may land from here on."""
+        """The device has been told to clear the step's new blocks, and earlier steps may still run on it: what comes
+        from outside may land once it has done all that."""
         for load in step.loads:
             self._running[load.load_id] = load
             self._newest_load_at = time.monotonic()
         if self._agent is None or not self._agent.alive:
             return
+        is_ready = device_event(self._device) if step.loads else None
         for load in step.loads:
-            self._agent.load(load)  # appends to a queue: nothing here can fail halfway
+            self._agent.load(load, is_ready)  # appends to a queue: nothing here can fail halfway
         for load_id, reason in step.cancels:
             self._agent.cancel(load_id, reason)
 
