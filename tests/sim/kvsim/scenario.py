@@ -292,5 +292,6 @@ def _reuse_ids(rng: Random, transfers: tuple[Transfer, ...], is_calm: bool) -> t
     if len(transfers) < 2 or rng.random() < 0.7 or (is_calm and transfers[1].compute is not None):
         return transfers
     first, second, *others = transfers
+    first, second = sorted((first, second), key=lambda transfer: transfer.at)  # generations count upwards
     second = replace(second, producer=first.producer, transfer_id=first.transfer_id, generation=2)
     return (first, second, *others)
