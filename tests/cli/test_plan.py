@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -107,8 +108,12 @@ def test_what_a_person_reads(llama: str) -> None:
         "full attention",
         "0-31",
         "16 KiB",
-        "32 in 512 KiB",  # a block: each of 32 layers
-        "10,016 in 156 MiB",
+        "32, 512 KiB",  # a block: each of 32 layers
+        "10,016, 156 MiB",
+        "Each row is what one consumer rank takes of one producer rank:",
+        "descriptors, bytes of",
+        "a block of 16",
+        "5,008 tokens",
         "In all 40,064 descriptors and 626 MiB over 4 pairs of ranks.",
         "each of its 3 DP ranks is an engine of its own",
         "Block ids are taken as scattered",
@@ -125,7 +130,7 @@ def test_surplus_is_told(llama: str) -> None:
 
 def test_equal_sides_pair_rank_by_rank_and_rows_are_shared(llama: str) -> None:
     _, output = run("--model", llama, "--consumer", "tp=8", "--producer", "tp=8")
-    assert "0-7 ← 0-7" in output
+    assert "i ← i, i = 0-7" in output
     assert "1 of 8 each" in output
     assert output.count("full attention") == 1
 
@@ -209,7 +214,7 @@ def test_different_models_are_refused(llama: str, tmp_path: Path) -> None:
     status, output = run("--consumer", f"{llama},tp=1", "--producer", f"model={other}")
     assert status == 1
     assert "refused: model: consumer has llama of 32 layers, producer has llama of 30 layers" in output
-    assert "layer model.layers.30.self_attn.attn: KV head: consumer has 0, producer has no such layer" in output
+    assert "layer model.layers.30.self_attn.attn: consumer has KV head 0, producer has no such layer" in output
 
 
 def test_exploding_descriptors_come_with_what_would_help(llama: str) -> None:
@@ -227,7 +232,9 @@ def test_exploding_descriptors_come_with_what_would_help(llama: str) -> None:
     assert (
         "warning: descriptors explode (full attention): a block of 16 tokens takes 1,024 of 512 B on average" in output
     )
-    assert "With layout=LBHNC on the producer rank 0 takes 2,048 descriptors of 16 KiB for 1,024 tokens" in output
+    assert (
+        "With layout=LBHNC on the producer, consumer rank 0 takes 2,048 descriptors of 16 KiB for 1,024 tok" in output
+    )
 
 
 def test_advice_keeps_what_it_promises(llama: str) -> None:
@@ -288,15 +295,14 @@ def test_exact_descriptors_of_given_blocks(llama: str) -> None:
     _, output = run(*arguments)
     page = 16 * 512 * 8  # tokens, K and V of 128 in two bytes, heads
     head = 16 * 512
-    lines = [
-        tuple(map(int, line.split()))
-        for line in output.splitlines()
-        if line.split() and line.replace(" ", "").isdigit()
-    ]
+    lines = [tuple(line.split()) for line in output.splitlines() if line.endswith("attn.attn")]
     assert "consumer 0 ← producer 0, region 0: 512 descriptors" in output
-    assert (7 * page + 8 * 512, 4 * 2 * page + 8 * 512, 8 * 512) in lines  # from token 8 on, head 0 of layer 0
-    assert (1 * page + 3 * head, 4 * 2 * page + 3 * 2 * head + 16 * 512, 16 * 512) in lines  # its second half, head 3
     assert len(lines) == 512
+    for runs in (
+        (7 * page + 8 * 512, 4 * 2 * page + 8 * 512, 8 * 512),  # from token 8 on, head 0 of layer 0
+        (1 * page + 3 * head, 4 * 2 * page + 3 * 2 * head + 16 * 512, 16 * 512),  # its second half, head 3
+    ):
+        assert (*map(str, runs), "model.layers.0.self_attn.attn") in lines
 
 
 @pytest.mark.parametrize(
@@ -304,7 +310,7 @@ def test_exact_descriptors_of_given_blocks(llama: str) -> None:
     [
         ((), "which model? Give --model"),
         (("--model", "{missing}"), "can't be read"),
-        (("--model", "{llama}", "--consumer", "tp=3"), "--consumer: tp_size 3 and total_heads 8"),
+        (("--model", "{llama}", "--consumer", "tp=3"), "--consumer: tp 3 does not divide the model's 32 query heads"),
         (("--model", "{llama}", "--consumer", "sp=3"), "--consumer: sp is not known"),
         (("--model", "{llama}", "--tokens", "many"), "--tokens many: must be a number of tokens"),
         (("--model", "{llama}", "--tokens", "99999999999"), "--tokens 99999999999: more than 16,777,216"),
@@ -331,9 +337,9 @@ def test_exact_descriptors_of_given_blocks(llama: str) -> None:
         (("--model", "{llama}", "--block-ids", "[[1]]:[[9223372036854775808]]"), "Expected `int` <= 1099511627775"),
         (("--model", "{llama}", "--block-ids", "[[1]]:[[1]]:[[1]]"), "must be CONSUMER:PRODUCER"),
         (("--model", "{llama}", "--block-ids", "[[1099511627775]]:[[1]]"), "1,099,511,627,776 blocks of 16 tokens"),
-        (("--model", "{llama}", "--consumer", "tp=4096"), "tp 4096: 32 layers on so many ranks are 131,072 caches"),
+        (("--model", "{many}", "--consumer", "tp=4096"), "tp 4096: 32 layers on so many ranks are 131,072 caches"),
         (
-            ("--model", "{llama}", "--consumer", "tp=512", "--producer", "tp=512"),
+            ("--model", "{many}", "--consumer", "tp=512", "--producer", "tp=512"),
             "512 ranks of the consumer and 512 of the producer: 8,388,608 pairs of heads to compare, at most 2,097,152",
         ),
         (("--model", "{llama}", "--producer", "pp=4096"), "--producer: pp 4096: the model has 32 layers"),
@@ -351,7 +357,13 @@ def test_exact_descriptors_of_given_blocks(llama: str) -> None:
     ],
 )
 def test_wrong_options(llama: str, tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
-    names = {"llama": llama, "missing": str(tmp_path / "missing"), "cases": str(CASES_FILE)}
+    many = {**plan_models.LLAMA, "num_attention_heads": 4096, "head_dim": 128}
+    names = {
+        "llama": llama,
+        "many": str(plan_models.write(tmp_path / "many", many)),
+        "missing": str(tmp_path / "missing"),
+        "cases": str(CASES_FILE),
+    }
     status, output = run(*(_named(argument, names) for argument in arguments))
     assert status == 2
     assert words in output
@@ -471,7 +483,18 @@ def with_layer(**changes: Any) -> dict[str, Any]:
         ({"consumer": with_layer(scales=[])}, "scales []: Expected `str`, got `array`"),
         ({"consumer": with_layer(kernel_block_size=0)}, "kernel_block_size 0: Expected `int` >= 1"),
         ({"consumer": with_layer(kernel_block_size=7)}, "layer A: kernel_block_size 7 does not divide block_size 16"),
-        ({"consumer": with_layer(nonsense=7)}, "layer A: Object contains unknown field `nonsense`"),
+        (
+            {"consumer": with_layer(nonsense=7)},
+            "layer A: has an unknown key 'nonsense': known are block_size, num_blocks, build, with,",
+        ),
+        (
+            {"producer_table": [[1]]},
+            "the case: has an unknown key 'producer_table': known are consumer, producers, name,",
+        ),
+        (
+            {"consumer": {"layers": {"A": {**STATE, "with": {**STATE["with"], "part": {"shards": 2}}}}}},
+            "layer A: with: part has an unknown key 'shards': known are num_shards, num_channels, num_steps, first_cha",
+        ),
         ({"consumer": with_layer(build=["fused"])}, "build ['fused']: Expected `str`"),
         ({"consumer": with_layer(**{"with": []})}, "layer A: with: Expected `object`, got `array`"),
         (
@@ -565,3 +588,220 @@ def test_a_single_case_without_blocks(tmp_path: Path) -> None:
     status, output = run("--case", str(file), "--tokens", "80")
     assert status == 2
     assert "80 tokens need 5 blocks, the consumer's cache has 4" in output
+
+
+def test_a_refusal_comes_first(llama: str, tmp_path: Path) -> None:
+    other = plan_models.write(tmp_path / "other", {**plan_models.LLAMA, "num_hidden_layers": 31})
+    status, output = run("--consumer", str(other), "--producer", llama)
+    assert status == 1
+    refusal, heading = (output.index(text) for text in ("refused: model", "What is not refused would move like this."))
+    assert refusal < heading < output.index("full attention")
+
+
+class TestModels:
+    """What the two config.json say, as far as the handshake's digest of them is sure to differ."""
+
+    @pytest.fixture
+    def other(self, tmp_path: Path) -> Any:
+        def written(**changes: Any) -> str:
+            return str(plan_models.write(tmp_path / "other", {**plan_models.LLAMA, "vocab_size": 32000, **changes}))
+
+        return written
+
+    @pytest.fixture
+    def llama(self, tmp_path: Path) -> str:
+        config = {**plan_models.LLAMA, "vocab_size": 128256, "rope_scaling": {"factor": 8.0, "dtype": "x"}}
+        return str(plan_models.write(tmp_path / "llama", config))
+
+    def test_another_value_is_refused(self, llama: str, other: Any) -> None:
+        status, found = run_json("--consumer", llama, "--producer", other(rope_scaling={"factor": 4.0}))
+        assert status == 1
+        (refused,) = found["refused"]
+        assert refused["field"] == "model"
+        assert refused["consumer"] == "llama of 32 layers with vocab_size 128256, rope_scaling.factor 8.0"
+        assert refused["producer"] == "llama of 32 layers with vocab_size 32000, rope_scaling.factor 4.0"
+        assert found["pairs"]
+
+    def test_of_many_some_are_named(self, llama: str, tmp_path: Path) -> None:
+        configs = ({**plan_models.LLAMA, **{f"key{i}": i + side for i in range(9)}} for side in (0, 1))
+        paths = [str(plan_models.write(tmp_path / str(side), config)) for side, config in enumerate(configs)]
+        _, output = run("--consumer", paths[0], "--producer", paths[1])
+        assert "consumer has llama of 32 layers with key0 0, key1 1, key2 2, key3 3, 5 more keys, producer" in output
+
+    def test_how_it_was_loaded_does_not_matter(self, llama: str, other: Any) -> None:
+        config = {"vocab_size": 128256, "_name_or_path": "elsewhere", "transformers_version": "1", "_x": 1}
+        assert run("--consumer", llama, "--producer", other(**config))[0] == 0
+
+    def test_a_common_model_id_stands_for_all_of_it(self, llama: str, other: Any) -> None:
+        sides = f"{llama},model_id=mine", f"{other()},model_id=mine"
+        status, found = run_json("--consumer", sides[0], "--producer", sides[1])
+        assert (status, found["refused"]) == (0, [])
+        assert "Of the models only their model_id is compared, as at the handshake." in found["notes"]
+        status, output = run("--consumer", sides[0], "--producer", other())
+        assert status == 1
+        assert "refused: model: consumer has mine, producer has llama of 32 layers" in output
+        assert "give both the same model_id" in output
+
+    def test_what_is_not_compared_is_said(self, llama: str, other: Any) -> None:
+        _, output = run("--model", llama)
+        assert "The models' weights are not compared" in output
+        _, output = run("--consumer", llama, "--producer", other(vocab_size=128256, quantization_config={}))
+        assert "Only the consumer's config.json has rope_scaling: the handshake refuses that unless" in output
+        assert "Only the producer's config.json has quantization_config: " in output
+
+
+def test_too_many_descriptors_are_refused_with_advice(llama: str) -> None:
+    arguments = ("--model", llama, "--producer", "tp=2,layout=NHD", "--consumer", "tp=4", "--tokens", "131072")
+    status, output = run(*arguments)
+    assert status == 1
+    assert "8388608 descriptors, the most allowed are 4194304" in output
+    assert "see kvferry plan" not in output
+    assert (
+        "With layout=LBHNC on the producer, consumer rank 0 takes 262,144 descriptors of 16 KiB for 131,072 tokens.\n"
+    ) in output
+    _, found = run_json(*arguments)
+    assert "see kvferry plan" not in found["refused"][0]["text"]
+    assert [one["now"] for one in found["advice"]] == [None, None]
+
+
+def test_advice_says_over_how_many_producers(llama: str) -> None:
+    _, output = run("--model", llama, "--producer", "tp=4,layout=NHD", "--consumer", "tp=2")
+    assert "for 1,024 tokens from its 2 producer ranks together, instead of 131,072 of 512 B." in output
+
+
+@pytest.mark.parametrize(
+    ("consumer", "producer", "block", "descriptors"),
+    [
+        ("block=16", "block=16", "a block of 16", 32 * 64),
+        ("block=32", "block=16", "a block of 32", 32 * 64),
+        ("block=16", "block=32", "a block of 16", 32 * 64),
+        ("block=16", "block=17", "the first block of 16", 32 * 121),
+        ("block=17", "block=16", "the first block of 17", 32 * 121),
+    ],
+)
+def test_blocks_are_scattered_on_both_sides(
+    llama: str, consumer: str, producer: str, block: str, descriptors: int
+) -> None:
+    """No two of them are copied as one, whichever side has the larger ones."""
+    config = {"num_key_value_heads": 1}
+    model = str(plan_models.write(Path(llama).parent / "one-head", {**plan_models.LLAMA, **config}))
+    arguments = ("--model", model, "--consumer", consumer, "--producer", producer)
+    assert run_json(*arguments)[1]["total"]["descriptors"] == descriptors
+    assert block in run(*arguments)[1]
+
+
+def test_a_block_over_context_ranks(tmp_path: Path) -> None:
+    model = str(plan_models.write(tmp_path / "deepseek", plan_models.DEEPSEEK))
+    output = run("--model", model, "--consumer", "tp=8,dcp=8", "--producer", "tp=8,dcp=4,interleave=16")[1]
+    assert "a block of 128 (8 ranks)" in output
+    assert "0-3 ← 0-3; 4-7 ← 4-7" in output
+    assert "With interleave=16 on the consumer, consumer rank 0 takes" in output  # the producer has it already
+
+
+def test_rows_are_not_broken_where_output_is_piped(llama: str) -> None:
+    output = run("--model", llama, "--producer", "tp=2,layout=NHD", "--consumer", "tp=4")[1]
+    (row,) = (line for line in output.splitlines() if "full attention  0-31" in line)
+    assert "0-1 | 2-3 | 4-5 | 6-7 of 8" in row
+
+
+class TestBlockIds:
+    """Of a model with several KV cache groups."""
+
+    @pytest.fixture
+    def gemma(self, tmp_path: Path) -> str:
+        return str(plan_models.write(tmp_path / "gemma", plan_models.GEMMA3))
+
+    def test_a_list_for_each_group(self, gemma: str) -> None:
+        status, output = run("--model", gemma, "--block-ids", "[[1]]:[[1]]")
+        assert status == 2
+        groups = "7 KV cache groups: 6 window of 1,024, 1 full attention"
+        assert f"--block-ids: the consumer has {groups}; 1 list is given" in output
+        lists = ",".join(f"[{number}]" for number in range(1, 8))
+        status, output = run("--model", gemma, "--block-ids", f"[{lists}]:[[1],[2]]")
+        assert f"--block-ids: the producer has {groups}; 2 lists are given" in output
+        assert run("--model", gemma, "--block-ids", f"[{lists}]:[{lists}]")[0] == 0
+
+    def test_the_layer_stands_beside_its_descriptors(self, gemma: str) -> None:
+        lists = ",".join(f"[{number}]" for number in range(1, 8))
+        _, output = run("--model", gemma, "--block-ids", f"[{lists}]:[{lists}]")
+        listed = [line.split() for line in output.splitlines() if line.endswith(".attn")]
+        assert len(listed) == 62
+        assert listed[0] == [str(1 << 17), str(1 << 17), str(1 << 17), "language_model.model.layers.0.self_attn.attn"]
+
+    def test_layers_that_move_as_one(self, llama: str) -> None:
+        arguments = ("--model", llama, "--consumer", "layout=BLHNC", "--producer", "layout=BLHNC")
+        _, output = run(*arguments, "--block-ids", "[[1]]:[[2]]")
+        size = 32 * 16 * 8 * 512
+        assert output.splitlines()[-1].split() == [str(size), str(2 * size), str(size), "layers", "0-31"]
+
+
+class TestAnswers:
+    """What a case says will come of it."""
+
+    @pytest.fixture
+    def say(self, tmp_path: Path) -> Any:
+        def said(*arguments: str, **changes: Any) -> tuple[int, str]:
+            file = tmp_path / "case.json"
+            file.write_text(json.dumps({**CASES[0], **changes}))
+            return run("--case", str(file), *arguments)
+
+        return said
+
+    @pytest.mark.parametrize(
+        ("changes", "text"),
+        [
+            ({"num_bytes": 3000}, "differs: num_bytes: the case says 3000, planned is 3072"),
+            ({"required_bytes": 1}, "differs: required_bytes: the case says 1, planned is 3072"),
+            ({"source_ranks": [1]}, "differs: source_ranks: the case says [1], planned is [0]"),
+            (
+                {"descriptors_by_source": []},
+                "differs: pairs of ranks: the case says 0, planned is 1",
+            ),
+            (
+                {"descriptors": {"A": [[512, 2048, 1024], [3584, 4608, 500]]}},
+                "layer A: number 1: of 2 the case says [3584, 4608, 500], of 4 planned is [3584, 4608, 512]",
+            ),
+            (
+                {"descriptors": {"A": CASES[0]["descriptors"]["A"][:3]}},
+                "layer A: number 3: of 3 the case says none, of 4 planned is [8704, 9728, 512]",
+            ),
+            (
+                {"descriptors": {"B": []}},
+                "layer A: number 0: of 0 the case says none, of 4 planned is [512, 2048, 1024]",
+            ),
+            ({"refused": ["block id"]}, "differs: the case says a refusal with ['block id'], there is a plan"),
+            ({"consumer_tables": [[1, 1, 7]]}, "differs: the case says a plan, there is a refusal"),
+        ],
+    )
+    def test_another_answer_fails(self, say: Any, changes: dict[str, Any], text: str) -> None:
+        status, output = say(**changes)
+        assert (status, text in output) == (1, True), output
+
+    def test_all_of_the_golden_ones_come_true(self) -> None:
+        _, found = run_json("--case", str(CASES_FILE))
+        assert [one["differs"] for one in found] == [[]] * len(CASES)
+
+    def test_other_tokens_are_not_compared(self, say: Any) -> None:
+        status, output = say("--tokens", "0:16", num_bytes=3000)
+        assert (status, "differs" in output) == (0, False)
+        assert "The answers in the file are not compared" in output
+
+
+def test_cases_are_listed_one_a_line() -> None:
+    status, output = run("--case", str(CASES_FILE), "--name", "nosuch")
+    assert status == 2
+    assert [line.strip() for line in output.splitlines()[1:]] == ["It has:", *(case["name"] for case in CASES)]
+
+
+def test_an_empty_line_between_cases() -> None:
+    _, output = run("--case", str(CASES_FILE), "--name", "L11")
+    paragraphs = output.split("\n\n")
+    assert [one.split(":")[0] for one in paragraphs] == [
+        f"consumer  L11 crossing replication, consumer rank {i}" for i in range(8)
+    ]
+
+
+def test_help_names_every_key() -> None:
+    output = " ".join(run("--help")[1].replace("│", " ").split())
+    for key in sides.Side._fields:
+        assert re.search(rf"[ :]{key}[ ,.]", output), key

@@ -82,6 +82,40 @@ def test_dcp_deals_tokens() -> None:
     assert built.layouts[0].layers[0].block_size == built.groups[0].tokens == 32
 
 
+def test_dcp_shares_the_ranks_of_a_kv_head() -> None:
+    config = {**plan_models.LLAMA, "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 128}
+    layers = [layout.layers[0] for layout in make(config, "tp=24,dcp=3").layouts]
+    assert [(layer.heads.start, layer.context.rank) for layer in layers[:7]] == [
+        *((0, rank) for rank in (0, 1, 2, 0, 1, 2)),
+        (1, 0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "text", "note"),
+    [
+        (plan_models.LLAMA, "interleave=4", "consumer: interleave 4 means nothing without dcp."),
+        (plan_models.LLAMA, "conv=DS", "consumer: conv DS means nothing for this model, which has no states."),
+        (plan_models.LLAMA, "ssm=fp32", "consumer: ssm float32 means nothing for this model, which has no states."),
+        (plan_models.MAMBA2, "block=64", "consumer: block 64 means nothing for this model, which has only states."),
+        (
+            plan_models.QWEN3_NEXT,
+            "block=64",
+            "consumer: a block has 576 tokens instead of the 64 asked for, so that it can hold a state.",
+        ),
+        (plan_models.QWEN3_NEXT, "block=544", "consumer: a block has 544 tokens, so that it can hold a state."),
+    ],
+)
+def test_settings_that_change_or_mean_nothing_are_noted(config: dict[str, Any], text: str, note: str) -> None:
+    assert note in make(config, text).notes
+    assert not any("means nothing" in one for one in make(config).notes)
+
+
+def test_the_heading_of_a_side_with_context_ranks() -> None:
+    built = make(plan_models.DEEPSEEK, "tp=8,dcp=8,interleave=4")
+    assert built.settings == "tp 8, dcp 8, interleave 4, block 16 (128 over 8 ranks), LBHNC, bfloat16"
+
+
 def test_groups_of_a_model_with_windows() -> None:
     layers = models.parse(plan_models.GEMMA3, "x").layers
     groups = grouped(layers)
@@ -112,7 +146,8 @@ def test_blocks_of_all_groups_are_as_far_apart_as_those_of_the_largest() -> None
 
 
 def test_room_for_a_request() -> None:
-    assert make(plan_models.LLAMA, tokens=1000).num_blocks == 1 + 63
+    """And for as many blocks between those of the request, so that none of them are neighbours."""
+    assert make(plan_models.LLAMA, tokens=1000).num_blocks == 1 + 2 * 63
     assert make(plan_models.LLAMA, "blocks=500", tokens=1000).num_blocks == 500
 
 
@@ -128,7 +163,7 @@ def test_room_for_a_request() -> None:
     ],
 )
 def test_physical_orders(text: str, block_stride: int, head_stride: int, token_stride: int, layer_stride: int) -> None:
-    layout = make(plan_models.LLAMA, f"tp=4,{text}").layouts[0]
+    layout = make(plan_models.LLAMA, f"tp=4,blocks=65,{text}").layouts[0]
     first, second = layout.layers[:2]
     axes = {axis.dim: axis.stride_bytes for axis in first.fields[0].axes}
     assert (first.fields[0].block_stride_bytes, axes["head"], axes["token"]) == (
@@ -140,7 +175,7 @@ def test_physical_orders(text: str, block_stride: int, head_stride: int, token_s
 
 
 def test_planes_are_tensors_of_their_own() -> None:
-    separated = make(plan_models.LLAMA, "tp=4,layout=separated").layouts[0]
+    separated = make(plan_models.LLAMA, "tp=4,blocks=65,layout=separated").layouts[0]
     assert len(separated.regions) == 32
     assert separated.layers[5].region == 5
     assert separated.layers[0].fields[1].base_bytes == 65 * 8192
@@ -205,7 +240,7 @@ def test_a_single_group_of_mamba2_is_on_every_rank() -> None:
 def test_states_alone() -> None:
     built = make(plan_models.MAMBA2, "tp=2")
     assert [group.label for group in built.groups] == ["mamba2 state"]
-    assert built.layouts[0].regions[0].length_bytes == 2 * 4 * (3 * (128 + 2 * 32) + 4 * 32 * 32) * 2
+    assert built.layouts[0].regions[0].length_bytes == 3 * 4 * (3 * (128 + 2 * 32) + 4 * 32 * 32) * 2
 
 
 @pytest.mark.parametrize(
@@ -219,21 +254,43 @@ def test_the_dtype_of_a_state(text: str, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("config", "text", "words"),
     [
-        (plan_models.LLAMA, "tp=3", "tp_size 3 and total_heads 8"),
+        (plan_models.LLAMA, "tp=3", "tp 3 does not divide the model's 32 query heads"),
+        (plan_models.LLAMA, "tp=64", "tp 64 does not divide the model's 32 query heads"),
+        ({**plan_models.GEMMA3["text_config"], "num_attention_heads": 12}, "tp=8", "model's 12 query heads"),
+        (
+            {**plan_models.LLAMA, "num_attention_heads": 24, "head_dim": 128},
+            "tp=3",
+            "tp_size 3 and total_heads 8: one must be a multiple",
+        ),
         (plan_models.LLAMA, "pp_layers=10+10", "pp_layers 10+10: the model has 32 layers"),
         (plan_models.LLAMA, "pp=33", "pp 33: the model has 32 layers"),
-        (plan_models.LLAMA, "blocks=3", "blocks 3: 1024 tokens need 65"),
+        (plan_models.LLAMA, "blocks=3", "blocks 3: 1,024 tokens need 64, and vLLM keeps block 0"),
         (plan_models.LLAMA, "layout=cpu,block=16", "block 16: vLLM's CPU attention needs a multiple of 32"),
-        (plan_models.LLAMA, "tp=8,dcp=2", "dcp 2: at tp 8 a head is on 1 ranks"),
+        (plan_models.LLAMA, "blocks=64", "blocks 64: 1,024 tokens need 64, and vLLM keeps block 0 as its null block"),
+        (
+            plan_models.LLAMA,
+            "tp=8,dcp=2",
+            "dcp 2: with tp 8 each of the 8 KV heads is on 1 rank, which dcp must divide",
+        ),
+        (plan_models.LLAMA, "tp=8,dcp=3", "dcp 3 does not divide tp 8"),
+        (
+            {**plan_models.LLAMA, "num_key_value_heads": 16},
+            "tp=32,dcp=4",
+            "dcp 4: with tp 32 each of the 16 KV heads is on 2 ranks",
+        ),
         (plan_models.GEMMA3, "tp=32,dcp=2", "dcp 2: only understood for full attention and latents"),
         (plan_models.DEEPSEEK, "tp=4,dcp=2,interleave=3", "context.interleave 3"),
         (plan_models.QWEN3_NEXT, "layout=separated", "layout separated: a state has no keys and values"),
-        (plan_models.QWEN3_NEXT, "tp=32", "tp 32 does not divide the 16 groups of the state"),
+        ({**plan_models.QWEN3_NEXT, "num_attention_heads": 32}, "tp=32", "tp 32 does not divide the 16 groups of the"),
         ({**plan_models.LLAMA, "torch_dtype": "int8"}, "", "dtype int8 is none of bfloat16"),
         ({**plan_models.LLAMA, "torch_dtype": "\x1b"}, "", "dtype \\x1b is none of bfloat16, float16, float32"),
         (plan_models.LLAMA, "block=1048576,blocks=1048576", "1,048,576 blocks of 1,048,576 tokens in 32 layers take "),
-        (LFM2, "tp=3", "tp 3 does not divide the 512 channels of the state"),
-        (LFM2, "tp=1024", "tp 1024 does not divide the 512 channels of the state"),
+        ({**LFM2, "num_attention_heads": 12, "head_dim": 64}, "tp=3", "tp 3 does not divide the 512 channels of the"),
+        (
+            {**LFM2, "num_attention_heads": 1024, "head_dim": 64},
+            "tp=1024",
+            "tp 1024 does not divide the 512 channels of the state",
+        ),
         (NEMOTRON_H, "pp_layers=2+2", "pp 2: none of the layers 2-3 of stage 1 has a cache"),
     ],
 )

@@ -33,6 +33,17 @@ def test_all_keys() -> None:
     )
 
 
+def test_upper_and_lower_case() -> None:
+    typed = "TP=2,Layout=nhd,dtype=BF16,conv=ds"
+    assert parse("--consumer", typed, None) == Side(tp=2, layout="LBNHC", dtype="bfloat16", conv="DS")
+    assert parse("--consumer", "layout=CPU-amx,MODEL_ID=Mine", None) == Side(layout="cpu-amx", model_id="Mine")
+
+
+def test_a_file_may_come_first(tmp_path: Path) -> None:
+    assert parse("--consumer", str(tmp_path), None).model == tmp_path
+    assert parse("--consumer", "missing.json", None).model == Path("missing.json")
+
+
 def test_spaces_and_a_model_by_key() -> None:
     assert parse("--consumer", " tp=2 , model=x ", None) == Side(model=Path("x"), tp=2)
 
@@ -46,6 +57,9 @@ def test_spaces_and_a_model_by_key() -> None:
         ("tp=two", ("tp 'two'", "positive")),
         ("tp=2,tp=3", ("tp is given twice, as 2 and 3",)),
         ("tp=2,nonsense", ("'nonsense' is not KEY=VALUE",)),
+        ("tp:2", ("'tp:2' is neither KEY=VALUE nor a file", "tp, pp")),
+        ("2", ("'2' is neither KEY=VALUE nor a file", "tp, pp")),
+        ("model_id=a\x1b[31m", ("model_id", "letters that print")),
         ("tp=", ("'tp=' is not KEY=VALUE",)),
         ("layout=XYZ", ("layout 'XYZ'", "LBHNC", "cpu", "interleaved")),
         ("dtype=int4", ("dtype 'int4'", "bf16")),

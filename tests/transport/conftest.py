@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +13,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import sockets_example
+import verbs_stand_in
 from transport_harness import Kit, PeerProcess, Side
 
 KITS = (
@@ -19,7 +23,28 @@ KITS = (
     Kit("nixl", "nixl"),
     # Emulated over TCP, a transfer takes many steps of both sides; over the default it is often done when posted.
     Kit("nixl-tcp", "nixl", {"backend_params": {"engine_config": "TLS=tcp"}}),
+    Kit("mooncake", "mooncake", {"host": "127.0.0.1"}, environment=verbs_stand_in.environment),
+    sockets_example.KIT,
 )
+# These need an environment of their own; tests/mori makes it and names the kit.
+MORI_KITS = (
+    Kit("mori-xgmi", "mori", {"backend": "xgmi"}, memory="device"),
+    Kit("mori-rdma", "mori", {"backend": "rdma"}),
+)
+
+
+def _selected() -> tuple[Kit, ...]:
+    """KVFERRY_TEST_KITS has labels of kits, or names of transports that have none here (an entry point, an import
+    path); those get the options of KVFERRY_TEST_OPTIONS, as JSON."""
+    named = os.environ.get("KVFERRY_TEST_KITS")
+    if not named:
+        return KITS
+    kits = {kit.label: kit for kit in KITS + MORI_KITS}
+    options = json.loads(os.environ.get("KVFERRY_TEST_OPTIONS", "{}"))
+    return tuple(kits.get(name) or Kit(name, name, options) for name in named.split(","))
+
+
+SELECTED = _selected()
 
 
 def _start(kit: Kit, started: list[PeerProcess]) -> PeerProcess:
@@ -28,9 +53,10 @@ def _start(kit: Kit, started: list[PeerProcess]) -> PeerProcess:
     return peer
 
 
-@pytest.fixture(scope="module", params=KITS, ids=lambda kit: kit.label)
+@pytest.fixture(scope="module", params=SELECTED, ids=lambda kit: kit.label)
 def kit(request: pytest.FixtureRequest) -> Kit:
     """The transport under test."""
+    request.param.environment()
     return request.param  # type: ignore[no-any-return]
 
 

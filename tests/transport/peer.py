@@ -17,7 +17,7 @@ import sys
 from typing import Any
 
 import numpy as np
-from transport_harness import allocate, pattern
+from transport_harness import allocate, device_of, pattern
 
 from kvferry.layout import Region
 from kvferry.transport.registry import make
@@ -34,7 +34,7 @@ class Peer:
     def start(self, name: str, options: dict[str, Any], memory: str, sizes: list[int]) -> str:
         self.buffers = [allocate(memory, size) for size in sizes]
         self.transport = make(name, options)
-        self.transport.register([Region(b.ctypes.data, b.nbytes) for b in self.buffers])
+        self.transport.register([Region(b.ctypes.data, b.nbytes, device_of(memory)) for b in self.buffers])
         return str(self.transport.record().hex())
 
     def fill(self, region: int, seed: int) -> None:

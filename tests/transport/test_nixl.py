@@ -51,16 +51,19 @@ def half_way(here: Side, peer: PeerProcess) -> tuple[Any, Any]:
     peer.call("fill", region=0, seed=1)
     peer.call("progress", on=True)
     finish(here.transport, here.transport.read(connected, [batch([0], [0], [1])]))
-    here.reset()
     want = pattern(1, BIG)
     starts = np.arange(0, BIG, 1 << 20)
-    handle = here.transport.read(connected, [batch(starts, starts, np.full(len(starts), 1 << 20))])
-    for _ in waiting("nothing arrives"):
-        assert here.transport.poll(handle).state is State.PENDING
-        if here.buffers[0][1] == want[1]:
+    for _ in waiting("all of it always arrives at once"):  # as it may on a busy machine
+        here.reset()
+        handle = here.transport.read(connected, [batch(starts, starts, np.full(len(starts), 1 << 20))])
+        for _ in waiting("nothing arrives"):
+            if here.transport.poll(handle).state is not State.PENDING or here.buffers[0][1] == want[1]:
+                break
+        peer.stop()
+        if not np.array_equal(here.buffers[0], want):
             break
-    peer.stop()
-    assert not np.array_equal(here.buffers[0], want)
+        peer.resume()
+        finish(here.transport, handle)
     return connected, handle
 
 

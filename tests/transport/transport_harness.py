@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import itertools
@@ -13,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,12 +35,21 @@ SLOT = 200
 
 @dataclass(frozen=True)
 class Kit:
-    """One column of the table: a transport, its options, and the memory that it is tried on."""
+    """One column of the table: a transport, its options, and the memory that it is tried on.
+
+    environment: makes its library loadable in this process, and returns what a peer's environment needs besides.
+    """
 
     label: str
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     memory: str = "private"
+    environment: Callable[[], dict[str, str]] = dict
+
+    @property
+    def device(self) -> str:
+        """Of its memory, in a region's words."""
+        return device_of(self.memory)
 
 
 class PeerProcess:
@@ -52,6 +62,7 @@ class PeerProcess:
             [sys.executable, str(Path(__file__).with_name("peer.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            env={**os.environ, **kit.environment()},
         )
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -106,7 +117,7 @@ class Side:
         self.buffers = [allocate(kit.memory, size) for size in sizes]
         self.reset()
         self.transport: Transport = make(kit.name, {**kit.options, **more})
-        self.transport.register([Region(b.ctypes.data, b.nbytes) for b in self.buffers])
+        self.transport.register([Region(b.ctypes.data, b.nbytes, kit.device) for b in self.buffers])
 
     def reset(self) -> None:
         for buffer in self.buffers:
@@ -123,15 +134,30 @@ def pattern(seed: int, size: int) -> np.ndarray:
 
 
 def allocate(memory: str, size: int) -> np.ndarray:
-    """Zeros in private memory, in a memfd, or in the file of /dev/shm that `memory` names."""
+    """Zeros in private memory, of HIP's device 0, in a memfd, or in the file of /dev/shm that `memory` names."""
     if memory == "private":
         return np.zeros(size, dtype=np.uint8)
+    if memory == "device":
+        return _device_memory(size)
     fd = os.memfd_create("kvferry-test") if memory == "memfd" else os.open(memory, os.O_RDWR | os.O_CREAT, 0o600)
     os.ftruncate(fd, size)
     shared = np.frombuffer(mmap.mmap(fd, size), dtype=np.uint8)
     if memory != "memfd":
         os.close(fd)
     return shared
+
+
+def _device_memory(size: int) -> np.ndarray:
+    """From a HIP whose device memory the CPU can touch (tests/mori)."""
+    hip, address = ctypes.CDLL("libamdhip64.so.7"), ctypes.c_void_p()
+    error = hip.hipMalloc(ctypes.byref(address), ctypes.c_size_t(size))
+    assert error == 0, f"hipMalloc: {error}"
+    assert address.value is not None
+    return np.frombuffer((ctypes.c_char * size).from_address(address.value), dtype=np.uint8)
+
+
+def device_of(memory: str) -> str:
+    return "cuda:0" if memory == "device" else "cpu"
 
 
 def int64(*values: int) -> np.ndarray:

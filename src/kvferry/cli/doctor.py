@@ -45,7 +45,7 @@ def examine() -> Iterator[Finding]:
         _plugin,
         _torch_companions,
         _router,
-        *(_transport_check(name) for name in ("local", "nixl")),
+        *(_transport_check(name) for name in ("local", "mori", "nixl", "mooncake")),
         _ptrace,
         _secret,
         _memory,
@@ -100,7 +100,10 @@ def _torch_companions() -> Finding:
     if wrong:
         advice = f"pip uninstall --yes {' '.join(wrong)}"
         return Finding("torch", State.WRONG, f"{', '.join(wrong)} built for another torch", advice)
-    return Finding("torch", State.OK, preflight.version_of("torch") or "not installed")
+    version = preflight.version_of("torch")
+    if version is None:
+        return Finding("torch", State.NOTE, "not installed", "comes with vLLM")
+    return Finding("torch", State.OK, version)
 
 
 def _router() -> Finding:
@@ -118,7 +121,7 @@ def _transport_check(name: str) -> Callable[[], Finding]:
         try:
             transport = registry.make(name)
         except TransportError as error:
-            advice = "pip install 'kvferry[nixl]'" if name == "nixl" else ""
+            advice = "in a checkout: pip install '.[nixl]'" if name == "nixl" else ""
             return Finding(f"transport {name}", State.NOTE, str(error), advice)
         transport.close()
         version = preflight.version_of(name)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 PROBLEM_STATUS = 2
 CHUNK_TOKENS = 512
+PLAN_WIDTH = 400
+"""Letters of a line of `kvferry plan` where it is piped: more than any of its tables has."""
 
 app = typer.Typer(
     name="kvferry",
@@ -128,7 +130,10 @@ def up(
             serve.until_stopped(cluster, reporter)
 
 
-SideText = "[CONFIG,]KEY=VALUE,...: tp, pp, pp_layers (10+22), dp, block, layout, dtype, blocks, conv, ssm, model."
+SideText = (
+    "[CONFIG,]KEY=VALUE,...: tp, pp, pp_layers (10+22), dp, dcp, interleave, block, layout, dtype, blocks, conv, ssm, "
+    "model, model_id."
+)
 
 
 @app.command()
@@ -149,7 +154,7 @@ def plan(
     ] = None,
     descriptors: Annotated[bool, typer.Option("--descriptors", help="List every descriptor.")] = False,
     case: Annotated[
-        Path | None, typer.Option("--case", help="Layouts written out as JSON, as in tests/cases/plan.json.")
+        Path | None, typer.Option("--case", help="Layouts written out as JSON; docs/plan.md has the format.")
     ] = None,
     name: Annotated[str | None, typer.Option("--name", help="Only the cases with this name, or this in it.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -163,7 +168,7 @@ def plan(
     """
     from kvferry.cli.plan.command import Options, run
 
-    console = _console()
+    console = _console(piped_width=PLAN_WIDTH)
     options = Options(consumer, producer, model, case, name, tokens, block_ids, descriptors, as_json, svg)
     with _ended_well(console):
         status = run(options, console)
@@ -180,10 +185,10 @@ def doctor() -> None:
     raise typer.Exit(1 if any(finding.state is examination.State.WRONG for finding in findings) else 0)
 
 
-def _console() -> Console:
+def _console(piped_width: int = 120) -> Console:
     """Standard output; wide enough for a table's row on a line where it is no terminal."""
     console = Console()
-    return console if console.is_terminal else Console(width=120)
+    return console if console.is_terminal else Console(width=piped_width)
 
 
 def _model(model: Path | None, tp_sizes: tuple[int, int], reporter: Reporter) -> Path:

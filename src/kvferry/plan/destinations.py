@@ -57,7 +57,7 @@ class Destinations:
         ids: dict[int, Ints] = {}
         for group, block_size in self._block_sizes.items():
             if group >= len(tables):
-                raise Refusal(f"block table of group {group}", f"{len(tables)} tables", "nothing to do with it")
+                raise Refusal(f"block table of group {group}", f"{len(tables)} tables", None)
             some = tables[group].block_ids[: -(-end_token // block_size)]
             ids[group] = some[some != -1]
             check_destinations(group, ids[group], self._num_blocks[group])
@@ -99,7 +99,7 @@ def _prove_apart(places: Sequence[_Place], ids: Mapping[int, Ints]) -> None:
         raise Unproven(
             f"destination of layers {first.name} (group {first.group}) and {second.name} (group {second.group})",
             "blocks that share bytes",
-            "nothing to do with it",
+            None,
         )
 
 

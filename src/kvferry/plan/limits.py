@@ -23,21 +23,26 @@ MAX_BOXES = 1 << 14
 """Boxes of one request between two workers. Known layouts have a few for each layer that is unlike the others."""
 
 
+SEE_PLAN = " (see kvferry plan)"
+"""Who asks that command already is told without it."""
+
+
 def check_points(count: int) -> None:
     if count > MAX_POINTS:
-        raise Refusal("coordinates without a common order", f"{count}, listed one by one", f"at most {MAX_POINTS}")
+        what = f"{count} coordinates without a common order, to be listed one by one"
+        raise Refusal(f"{what}: the most allowed are {MAX_POINTS}", None, None)
 
 
 def check_boxes(count: int) -> None:
     if count > MAX_BOXES:
-        raise Refusal("patterns of bytes in common", f"{count} separate ones", f"at most {MAX_BOXES}")
+        raise Refusal(f"{count} separate patterns of bytes in common: the most allowed are {MAX_BOXES}", None, None)
 
 
 def too_many(what: str, count: int, consumer: Layer, producer: Layer, common_bytes: int) -> Refusal:
     """Why a pair of layers needs more descriptors than MAX_DESCRIPTORS, and what would help."""
     hint = (
         f"they have {common_bytes} bytes in a row in common; fewer descriptors need the same order of axes and the same"
-        " block size on both sides (see kvferry plan), or shorter prompts"
+        f" block size on both sides{SEE_PLAN}, or shorter prompts"
     )
     field = f"layer {consumer.name}: {what}: {count} descriptors, the most allowed are {MAX_DESCRIPTORS}; bytes"
     return Refusal(field, _order(consumer.fields), _order(producer.fields), hint)

@@ -74,10 +74,10 @@ class PairPlan:
         plan does not pass its proof; then nothing may move.
         """
         if not 0 <= first_token <= end_token:
-            raise Refusal("tokens", f"first_token {first_token}", f"end_token {end_token}")
+            raise Refusal(f"tokens: first_token {first_token} is negative or behind end_token {end_token}", None, None)
         _check_groups(self.groups, consumer_tables, producer_tables)
         if window_starts and len(window_starts) != len(consumer_tables):
-            raise Refusal("number of windows", f"{len(window_starts)} for {len(consumer_tables)} groups", "any")
+            raise Refusal("number of windows", f"{len(window_starts)} for {len(consumer_tables)} groups", None)
         if first_token == end_token:
             return TransferPlan((), (), 0, 0, (end_token,) * len(self.units), (first_token,) * len(self.units))
         consumer_ids, producer_ids = (

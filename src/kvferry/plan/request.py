@@ -194,12 +194,12 @@ def check_destinations(group: int, block_ids: Ints, num_blocks: int) -> None:
     ids, counts = np.unique(block_ids, return_counts=True)
     if len(ids) and int(counts.max()) > 1:
         twice = int(ids[counts > 1][0])
-        raise Refusal(f"group {group}: destination block {twice}", "named twice", "nothing to do with it")
+        raise Refusal(f"group {group}: destination block {twice}", "it twice in its table", None)
 
 
 def _one_sided(field: str, side: str, have: str, limit: str) -> Refusal:
     text = f"{have}, {limit}"
-    return Refusal(field, text, "nothing to do with it") if side == "consumer" else Refusal(field, "asked for it", text)
+    return Refusal(field, text, None) if side == "consumer" else Refusal(field, None, text)
 
 
 def _of_entries(entries: Ints, block_ids: Ints) -> Ints:

@@ -33,7 +33,8 @@ def _prove_coverage(consumer: CacheLayout, shares: Shares) -> None:
         for part in share.layers:
             layer = held.get(part.name)
             if layer is None or not _has(layer.heads, part.start, part.stop):
-                raise Unproven(f"layer {part.name}: heads {part.start} to {part.stop}", "share", layer and layer.heads)
+                held_by = "no such layer" if layer is None else layer.heads
+                raise Unproven(f"layer {part.name}: heads {part.start} to {part.stop}", "a share of them", held_by)
             for head in range(part.start, part.stop):
                 served.setdefault(part.name, {}).setdefault(head, []).append(layer.context)
     counter = _Counter()

@@ -399,13 +399,15 @@ Message: TypeAlias = (
 )
 
 
-class _MoriioRelease(msgspec.Struct, tag_field="type", tag="release"):
+class MoriioRelease(msgspec.Struct, frozen=True, tag_field="type", tag="release"):
+    """PlainRelease as a map on the wire of vLLM's MoRIIO connector."""
+
     transfer_id: Id
     consumer_tp_size: Annotated[int, Meta(ge=1, le=2**16)] = 1
 
 
 _NAME = re.compile(rb"[!-~]{8,%d}" % MAX_ID_CHARS)
-_moriio_decoder = msgspec.msgpack.Decoder(_MoriioRelease)
+_moriio_decoder = msgspec.msgpack.Decoder(MoriioRelease)
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
 

@@ -17,6 +17,10 @@ logger = logging.getLogger(__name__)
 _LEASES = Leases()
 
 
+DEFAULT_TRANSPORTS = ("local", "mori", "nixl")
+"""The best first; what is not installed is left out. Mooncake listens on every interface, so it must be asked for."""
+
+
 class ConfigError(ValueError):
     """A setting is unknown or has a value that means nothing; the text names it and what is possible."""
 
@@ -41,7 +45,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     mode: Literal["read", "write"] = "read"
-    transports: tuple[str, ...] = ("local", "nixl")
+    transports: tuple[str, ...] = DEFAULT_TRANSPORTS
     transport_options: dict[str, dict[str, Any]] = {}
     host_ip: str | None = None
     port: int = 0

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
-_NOT_THE_MODEL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures_source"}
+NOT_THE_MODEL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures_source"}
 """Keys of a Hugging Face configuration that say where or how it was loaded, not what it is."""
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
@@ -55,7 +55,7 @@ def model_identity(vllm_config: VllmConfig) -> str:
     """
     model = vllm_config.model_config
     config: dict[str, Any] = model.hf_config.to_dict()
-    kept = {key: value for key, value in config.items() if key not in _NOT_THE_MODEL}
+    kept = {key: value for key, value in config.items() if key not in NOT_THE_MODEL}
     digest = hashlib.blake2b(json.dumps(kept, sort_keys=True, default=str).encode(), digest_size=12)
     for file in _weight_files(model.model, model.revision):
         digest.update(_sample(file))

@@ -10,7 +10,7 @@ from kvferry.control.endpoint import Endpoint, Limits
 from kvferry.control.security import Security, load_secret
 from kvferry.transport import registry
 from kvferry.transport.base import Transport, TransportUnavailable
-from kvferry.vllm.config import Config
+from kvferry.vllm.config import DEFAULT_TRANSPORTS, Config
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +29,22 @@ def open_transports(config: Config) -> list[Transport]:
     missing: list[str] = []
     for name in config.transports:
         try:
-            transports.append(registry.make(name, config.transport_options.get(name, {})))
+            transports.append(registry.make(name, _options(name, config)))
         except TransportUnavailable as error:
             missing.append(f"{name}: {error}")
-            logger.warning("kvferry: transport %s", missing[-1])
+            is_asked_for = config.transports != DEFAULT_TRANSPORTS
+            logger.log(logging.WARNING if is_asked_for else logging.INFO, "kvferry: transport %s", missing[-1])
     if not transports:
         raise TransportUnavailable(f"none of the configured transports is available: {'; '.join(missing)}")
     return transports
+
+
+def _options(name: str, config: Config) -> dict[str, object]:
+    """A transport that peers reach by an address of this machine gets the one that they are told of."""
+    host: dict[str, object] = {}
+    if "host" in registry.options(name):
+        host["host"] = advertised_host(config.host_ip, os.environ)
+    return host | config.transport_options.get(name, {})
 
 
 def join_logs() -> None:

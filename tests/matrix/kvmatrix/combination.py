@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from math import gcd
 
@@ -27,6 +28,14 @@ class Combination:
     end: int = 9
     windows: tuple[int | None, ...] = ()
     refused: tuple[str, ...] = ()
+
+    def over(self, transport: str) -> Combination:
+        """The same over another transport; "" for its own."""
+        if not transport:
+            return self
+        sides = (dataclasses.replace(side, transport=transport) for side in (self.producer, self.consumer))
+        producer, consumer = sides
+        return dataclasses.replace(self, producer=producer, consumer=consumer)
 
     @property
     def section(self) -> str:

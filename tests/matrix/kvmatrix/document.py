@@ -82,7 +82,7 @@ def _text(tell: Tell) -> str:
             prose.SPLITS,
             *(_split_grid(heads, tell) for heads in HEADS),
             prose.LATENT_SPLITS,
-            _grid(TP_SIZES, latent_split_name, tell),
+            _grid(TP_SIZES, latent_split_name, _bold_if_real(tell)),
             prose.LAYOUTS,
             _grid(LAYOUTS, layouts_name, tell),
             prose.BLOCK_SIZES,
@@ -101,7 +101,7 @@ def _text(tell: Tell) -> str:
             prose.REAL,
             _table(
                 ("test", "P TP", "D TP", "KV heads", "layout", "transport", "model"),
-                ((one.test, *map(str, one.tp), str(one.heads), *one[3:6]) for one in REAL_VLLM),
+                ((one.test, *map(str, one.tp), str(one.heads or "none"), *one[3:6]) for one in REAL_VLLM),
             ),
         )
     )
@@ -120,7 +120,7 @@ def _tested() -> Iterator[tuple[str, ...]]:
 
 def _with_real_vllm(title: str) -> str:
     if title == "Splits":
-        return ", ".join(dict.fromkeys(f"{one.tp[0]} to {one.tp[1]}" for one in REAL_VLLM))
+        return ", ".join(dict.fromkeys(f"{one.tp[0]} to {one.tp[1]}" for one in REAL_VLLM if one.heads))
     if title == "Layouts":
         return ", ".join(dict.fromkeys(f"{one.layout} to {one.layout}" for one in REAL_VLLM))
     return ", ".join(dict.fromkeys(one.model for one in REAL_VLLM if title in one.headings))
@@ -141,14 +141,15 @@ def _case(combination: Combination) -> str:
 
 
 def _split_grid(heads: int, tell: Tell) -> str:
-    real = {split_name(one.heads, *one.tp) for one in REAL_VLLM}
     sizes = [tp for tp in TP_SIZES if legal(heads, tp)]
     title = f"\n### {heads} KV head{'s' if heads > 1 else ''}\n\n"
-    return title + _grid(sizes, lambda *tp: split_name(heads, *tp), lambda one: _bold(tell(one), one.name in real))
+    return title + _grid(sizes, lambda *tp: split_name(heads, *tp), _bold_if_real(tell))
 
 
-def _bold(text: str, wanted: bool) -> str:
-    return f"**{text}**" if wanted else text
+def _bold_if_real(tell: Tell) -> Tell:
+    """In bold what was also run with real vLLM."""
+    real = {split_name(one.heads, *one.tp) if one.heads else latent_split_name(*one.tp) for one in REAL_VLLM}
+    return lambda one: f"**{tell(one)}**" if one.name in real else tell(one)
 
 
 def _grid(values: Sequence[int | str], name: Callable[..., str], tell: Tell) -> str:
@@ -159,7 +160,10 @@ def _grid(values: Sequence[int | str], name: Callable[..., str], tell: Tell) -> 
 
 def _cases(section: str, tell: Tell) -> str:
     models = groupby(_of(section), wording.model)
-    return f"\n### {_title(section)}\n" + "".join(_model_table(model, cases, tell) for model, cases in models)
+    title = _title(section)
+    return f"\n### {title}\n{prose.NOTES.get(title, '')}" + "".join(
+        _model_table(model, cases, tell) for model, cases in models
+    )
 
 
 def _model_table(model: str, cases: Iterable[Combination], tell: Tell) -> str:

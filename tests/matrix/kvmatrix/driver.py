@@ -9,6 +9,7 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ class Outcome(NamedTuple):
 class Process:
     """One of the two; it ends with this process at the latest. What it prints is kept, to be told when it fails."""
 
-    def __init__(self, role: str) -> None:
+    def __init__(self, role: str, environment: Mapping[str, str] | None = None) -> None:
         self.role = role
         self._log = os.fdopen(os.memfd_create("matrix-log"), "w+b")
         self._process = subprocess.Popen(
@@ -44,6 +45,7 @@ class Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
+            env=None if environment is None else {**os.environ, **environment},
         )
         self._unread = b""
 
@@ -105,10 +107,20 @@ class Process:
 
 
 class Pair:
-    """The two processes; new ones are started when one has ended. Use it as a context."""
+    """The two processes; new ones are started when one has ended. Use it as a context.
 
-    def __init__(self, patience_s: float = PATIENCE_S) -> None:
+    transport: in place of the combinations' own. write: the producer writes. environment: of both, beside this one's.
+    """
+
+    def __init__(
+        self,
+        patience_s: float = PATIENCE_S,
+        transport: str = "",
+        write: bool = False,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._patience_s = patience_s
+        self._transport, self._write, self._environment = transport, write, environment
         self._processes: dict[str, Process] = {}
 
     def __enter__(self) -> Pair:
@@ -120,8 +132,9 @@ class Pair:
     def run(self, combination: Combination, plant: str = "") -> Outcome:
         """Both engines of a combination, and one transfer between them. Never raises for what goes wrong in them."""
         try:
-            offer = self._call("producer", "offer", combination=combination.name, plant=plant)
-            told = self._call("consumer", "load", combination=combination.name, offer=offer, plant=plant)
+            what = {"combination": combination.name, "plant": plant, "transport": self._transport}
+            offer = self._call("producer", "offer", **what)
+            told = self._call("consumer", "load", offer=offer, write=self._write, **what)
             told["outcome"] = self._call("producer", "end")
         except Ended as error:
             self.close()
@@ -129,7 +142,7 @@ class Pair:
         except RuntimeError as error:
             self._stop_engines()
             return Outcome(0, 0, "failed", str(error))
-        return _judged(combination, told)
+        return _judged(combination.over(self._transport), told)
 
     def left(self) -> dict[str, dict[str, int]]:
         """Threads and open files of both processes."""
@@ -155,7 +168,7 @@ class Pair:
 
     def _process(self, role: str) -> Process:
         if role not in self._processes:
-            self._processes[role] = Process(role)
+            self._processes[role] = Process(role, self._environment)
         return self._processes[role]
 
 

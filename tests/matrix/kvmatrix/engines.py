@@ -67,8 +67,9 @@ class Engine:
     def offer(self, combination: Combination, block_ids: Sequence[Sequence[int]]) -> Offer:
         """Holds the request's blocks for whoever comes with the offer."""
         ref = TransferRef(self.agent.engine_id, self.agent.incarnation, "ab" * 16, 1)
-        self.agent.hold(ref, combination.num_tokens, _digest(combination), blocks_digest(block_ids))
-        return Offer(ref, self.agent.endpoint.address, tuple(map(tuple, block_ids)))
+        held = tuple(map(tuple, block_ids))
+        self.agent.hold(ref, combination.num_tokens, _digest(combination), blocks_digest(block_ids), held)
+        return Offer(ref, self.agent.endpoint.address, held)
 
     def hold_end(self, offer: Offer) -> str:
         """Waits until the offer's blocks may be given back, and says why."""
@@ -81,8 +82,11 @@ class Engine:
         eventually(lambda: bool(ended()), "the hold ends")
         return ended()[0].outcome
 
-    def load(self, combination: Combination, offer: Offer, block_ids: Sequence[Sequence[int]]) -> list[LoadResult]:
-        """As an engine does: the rendezvous claims, every worker loads, the rendezvous says that it is over."""
+    def load(
+        self, combination: Combination, offer: Offer, block_ids: Sequence[Sequence[int]], write: bool = False
+    ) -> list[LoadResult]:
+        """As an engine does: the rendezvous claims, every worker loads, the rendezvous says that it is over. write: the
+        producer's workers move the bytes."""
         request = LoadRequest(
             request_id="request",
             load_id="load",
@@ -98,6 +102,7 @@ class Engine:
             digest=_digest(combination),
             blocks_digest=blocks_digest(offer.block_ids),
             window_starts=combination.window_starts(),
+            write=write,
         )
         self.agent.arrived(request.claim_id, offer.ref, offer.address, "", len(self.workers))
         for worker in self.workers:

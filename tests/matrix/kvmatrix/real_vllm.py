@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 
 class RealVllm(NamedTuple):
-    """test: a file and the names in it, then the id of its parameters. tp: the producer's and the consumer's.
+    """test: a file and the names in it, then the id of its parameters. tp: the producer's and the consumer's. heads: of
+    the model's KV; 0 where a latent has none.
 
     headings: in docs/matrix.md, beside splits and layouts, for which it stands. model: and its cache.
     """
@@ -48,6 +49,6 @@ REAL_VLLM: tuple[RealVllm, ...] = (
     RealVllm(f"{_FAMILY}[mistral]", (1, 1), 4, "cpu", "local", "Mistral, one group with null blocks", _WINDOWS),
     RealVllm(f"{_FAMILY}[llama-blocks-32to64]", (1, 1), 4, "cpu", "local", "Llama, 32 to 64", _BLOCKS),
     RealVllm(f"{_FAMILY}[llama-blocks-64to32]", (1, 1), 4, "cpu", "local", "Llama, 64 to 32", _BLOCKS),
-    RealVllm(f"{_LATENT}[deepseekv2]", (1, 1), 1, "key_only", "local", "DeepSeek V2, by bytes", _NO_HEADS),
-    RealVllm(f"{_LATENT}[deepseekv3]", (1, 1), 1, "key_only", "local", "DeepSeek V3, by bytes", _NO_HEADS),
+    RealVllm(f"{_LATENT}[deepseekv2]", (1, 1), 0, "key_only", "local", "DeepSeek V2, by bytes", _NO_HEADS),
+    RealVllm(f"{_LATENT}[deepseekv3]", (1, 1), 0, "key_only", "local", "DeepSeek V3, by bytes", _NO_HEADS),
 )

@@ -34,7 +34,8 @@ def engine(side: Side) -> str:
 
 def tokens(combination: Combination) -> str:
     windows = [str(window) for window in combination.windows if window is not None]
-    return f"{combination.first} to {combination.end}" + (f", windows of {', '.join(windows)}" if windows else "")
+    asked_for = f"{combination.first} to {combination.end - 1}" if combination.first < combination.end else "none"
+    return asked_for + (f", windows of {', '.join(windows)}" if windows else "")
 
 
 def _layers(stage: Stage) -> list[ModelLayer]:

@@ -17,6 +17,7 @@ from kvferry.protocol.messages import (
     Grant,
     Landing,
     Message,
+    OpenWrite,
     Refused,
     Release,
     RemoteBlocks,
@@ -175,6 +176,8 @@ class Producer(Process):
         self.do(lambda: self._receive(link, message))
 
     def _receive(self, link: Link, message: Message) -> None:
+        if isinstance(message, OpenWrite | CloseWrite) and message.home != self.incarnation:
+            return  # as the agent does: it is no worker of this life
         if isinstance(message, Release):
             self._learn_release(message)
         elif isinstance(message, CloseWrite):

@@ -53,7 +53,9 @@ class ProducerWorker(Process):
         self.revive()
         producer = self.producer
         self.address = f"tcp://{self.name}.{self.life}"
-        self.writer = Writer(self.rank, producer.incarnation, producer.address, producer.leases)
+        self.writer = Writer(
+            self.rank, producer.incarnation, producer.address, producer.leases, home=producer.incarnation
+        )
         self.driver = Driver(self, self.writer, self._act)
         self.progress: dict[str, Progress] = {}
         self.writes: dict[Landing, Write] = {}

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from kvferry.cli.errors import Problem
 from kvferry.cli.plan.engines import Engine
-from kvferry.cli.plan.requests import longest_block, scattered
+from kvferry.cli.plan.requests import Request, longest_block, scattered
 from kvferry.cli.plan.sides import CPU_LAYOUTS, Side
 from kvferry.cli.plan.survey import Numbers, Pair, Part, Survey, added, survey
 from kvferry.layout import PHYSICAL_ORDERS
+from kvferry.plan.limits import MAX_DESCRIPTORS
 
 FEW_BYTES = 4096
 """A descriptor costs about as much as moving so many bytes."""
@@ -54,11 +55,15 @@ class Change(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """What a change would make of the request, for one consumer rank. now: without it."""
+    """What a change would make of the request, for one consumer rank, from all the producer ranks that it reads.
+
+    num_sources: how many these are. now: without the change, None if that is refused.
+    """
 
     change: Change
     consumer_rank: str
-    now: Numbers
+    num_sources: int
+    now: Numbers | None
     then: Numbers
 
 
@@ -80,10 +85,13 @@ def _is_too_much(one: Warning) -> bool:
     return many or (numbers.descriptors > layers and numbers.mean_bytes < FEW_BYTES)
 
 
-def advise(found: Survey, consumer: Side, producer: Side, make: Maker) -> tuple[Advice, ...]:
+def advise(
+    found: Survey, consumer: Side, producer: Side, make: Maker, refused: Request | None = None
+) -> tuple[Advice, ...]:
     """The best change that keeps each layer's cache apart, and the best of all if that is better still.
 
-    Planned for one consumer rank, the one with most descriptors.
+    Planned for one consumer rank, the one with most descriptors. refused: a longer request than that of `found`, which
+    takes too many of them, and for which the advice is then.
     """
     tokens = found.request.num_tokens
     taken = [
@@ -91,14 +99,16 @@ def advise(found: Survey, consumer: Side, producer: Side, make: Maker) -> tuple[
         for rank in range(len(found.consumer.ranks))
     ]
     planner = _Alternatives(found, max(range(len(taken)), key=lambda one: taken[one].descriptors), make)
-    now, label = taken[planner.rank], found.consumer.ranks[planner.rank].label
-    changes = list(_changes(found, consumer, producer))
-    least, advice = now.descriptors // WORTH_IT + 1, []
+    label, changes = found.consumer.ranks[planner.rank].label, list(_changes(found, consumer, producer))
+    num_sources = sum(pair.consumer == planner.rank for pair in found.pairs)
+    now = None if refused else taken[planner.rank]
+    least, advice = now.descriptors // WORTH_IT + 1 if now else MAX_DESCRIPTORS, []
+    end = (refused or found.request).end_token
     for some in ([change for change in changes if not change.joins_layers], changes):
         change = planner.best(some)
-        then = None if change is None else planner.numbers(change, found.request.end_token)
+        then = None if change is None else planner.numbers(change, end)
         if change is not None and then is not None and then.descriptors < least:
-            advice.append(Advice(change, label, now, then))
+            advice.append(Advice(change, label, num_sources, now, then))
             least = then.descriptors
     return tuple(advice)
 
@@ -163,7 +173,10 @@ def _longer_runs(found: Survey, consumer: Side, producer: Side) -> Iterator[tupl
     yield None, None
     if consumer.dcp != producer.dcp:
         ours, theirs = _block_tokens(found.consumer) // consumer.dcp, _block_tokens(found.producer) // producer.dcp
-        yield ours if consumer.dcp > 1 else None, theirs if producer.dcp > 1 else None
+        yield (
+            ours if consumer.dcp > 1 and ours != consumer.interleave else None,
+            theirs if producer.dcp > 1 and theirs != producer.interleave else None,
+        )
 
 
 def _alike(consumer: Value, producer: Value) -> Iterator[tuple[Value | None, Value | None]]:

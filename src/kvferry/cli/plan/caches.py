@@ -29,18 +29,21 @@ STATE_NAMES = {"MAMBA2": "mamba2 state", "GDN_ATTN": "GDN state", "SHORT_CONV": 
 Groups = Sequence[Sequence[CachedLayer]]
 
 
-def engine(role: str, model: Model, side: Side, num_tokens: int, least_blocks: int = 0) -> Engine:
+def engine(
+    role: str, model: Model, side: Side, num_tokens: int, least_blocks: int = 0, identity: str | None = None
+) -> Engine:
     """All ranks of an engine with room for a request of so many tokens. Raises Problem for what vLLM would refuse.
 
-    least_blocks: how many blocks there are at least, unless the side says how many there are.
+    least_blocks: how many blocks there are at least, unless the side says how many there are. identity: what it calls
+    its model, where nothing in the side's settings does.
     """
     try:
-        return _engine(role, model, side, num_tokens, least_blocks)
+        return _engine(role, model, side, num_tokens, least_blocks, identity)
     except (LayoutError, TopologyError) as error:
         raise Problem(f"--{role}: {error}") from None
 
 
-def _engine(role: str, model: Model, side: Side, num_tokens: int, least_blocks: int) -> Engine:
+def _engine(role: str, model: Model, side: Side, num_tokens: int, least_blocks: int, identity: str | None) -> Engine:
     size, groups, cut = sizes(model, side), grouped(model.layers), stages(model.num_layers, side)
     kinds = tuple(_cache_group(layers[0].cache, side, size) for layers in groups)
     num_blocks = max(_num_blocks(side, kinds, num_tokens), 0 if side.blocks else least_blocks)
@@ -65,7 +68,7 @@ def _engine(role: str, model: Model, side: Side, num_tokens: int, least_blocks: 
         ranks=tuple(ranks),
         groups=kinds,
         fingerprint={
-            "model": f"{model.model_type} of {model.num_layers} layers",
+            "model": side.model_id or identity or f"{model.model_type} of {model.num_layers} layers",
             "model dtype": model.dtype,
             "KV cache dtype": size.dtype,
         },
@@ -140,11 +143,14 @@ def _cache_group(cache: Cache, side: Side, size: Sizes) -> CacheGroup:
 
 
 def _num_blocks(side: Side, groups: Sequence[CacheGroup], num_tokens: int) -> int:
-    """Blocks for one request, and vLLM's null block; or as many as were asked for, if they are enough."""
-    needed = 1 + sum(-(-num_tokens // group.tokens) for group in groups)
-    if side.blocks is not None and side.blocks < needed:
-        raise LayoutError(f"blocks {side.blocks}: {num_tokens} tokens need {needed}")
-    return side.blocks or needed
+    """Blocks for one request, as many that lie between them, and vLLM's null block; or as many as were asked for, if
+    they are enough."""
+    needed = sum(-(-num_tokens // group.tokens) for group in groups)
+    if side.blocks is not None and side.blocks <= needed:
+        raise LayoutError(
+            f"blocks {side.blocks}: {num_tokens:,} tokens need {needed:,}, and vLLM keeps block 0 as its null block"
+        )
+    return side.blocks or 1 + 2 * needed
 
 
 class _Place(NamedTuple):
@@ -268,9 +274,10 @@ def _settings(model: Model, side: Side, size: Sizes, cut: Sequence[range]) -> st
     if side.dp > 1:
         parts.append(f"dp {side.dp}")
     if side.dcp > 1:
-        parts.append(f"dcp {side.dcp}")
+        parts.append(f"dcp {side.dcp}, interleave {side.interleave}")
     if _has_attention(model):
-        parts.append(f"block {size.block_tokens}")
+        over = f" ({size.block_tokens * side.dcp:,} over {side.dcp} ranks)" if side.dcp > 1 else ""
+        parts.append(f"block {size.block_tokens}{over}")
     return ", ".join([*parts, side.layout, size.dtype])
 
 
@@ -282,13 +289,27 @@ def _notes(model: Model, side: Side, size: Sizes) -> Iterator[str]:
         )
     if side.dcp > 1:
         yield (
-            f"decode context parallel ranks hold {words.count(side.interleave, 'token')} each in turn; a block is "
-            f"{size.block_tokens} tokens on each of {side.dcp}."
+            f"decode context parallel ranks hold {words.count(side.interleave, 'token')} each in turn; a block has "
+            f"{size.block_tokens:,} tokens on each of {side.dcp}, {size.block_tokens * side.dcp:,} over all of them."
         )
+    elif side.interleave > 1:
+        yield f"interleave {side.interleave} means nothing without dcp."
     has_states = any(isinstance(cache, Recurrent) for cache in model.caches)
     if has_states and _has_attention(model):
-        yield f"a block has {size.block_tokens} tokens, so that it can hold a state."
-    if has_states:
+        asked = f" instead of the {side.block:,} asked for" if side.block not in (None, size.block_tokens) else ""
+        yield f"a block has {size.block_tokens:,} tokens{asked}, so that it can hold a state."
+    if not has_states:
+        yield from _without_states(side)
+    else:
         yield f"a state's window is in vLLM's order {side.conv}."
+    if side.block and not _has_attention(model):
+        yield f"block {side.block} means nothing for this model, which has only states."
     if size.dtype.startswith("fp8"):
         yield f"the scales of {size.dtype} do not lie in the cache; the handshake compares them."
+
+
+def _without_states(side: Side) -> Iterator[str]:
+    default = Side()
+    for key, given in (("conv", side.conv), ("ssm", side.ssm)):
+        if given != getattr(default, key):
+            yield f"{key} {given} means nothing for this model, which has no states."

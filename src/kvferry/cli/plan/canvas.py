@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Literal
@@ -51,12 +52,18 @@ def head_colour(head: int, total: int, *, pale: bool = False, deep: bool = False
     """One hue for each head; pale for what does not move, deep for values next to their keys."""
     hue = (212 + 360 * head / total) % 360
     saturation, lightness = (45, 92) if pale else (55, 62) if deep else (62, 77)
-    return f"hsl({hue:.0f},{saturation}%,{lightness}%)"
+    return _hex(hue, saturation, lightness)
 
 
 def line_colour(head: float, total: int) -> str:
     """A head's hue, dark enough for a line."""
-    return f"hsl({(212 + 360 * head / total) % 360:.0f},50%,42%)"
+    return _hex((212 + 360 * head / total) % 360, 50, 42)
+
+
+def _hex(hue: float, saturation: float, lightness: float) -> str:
+    """Degrees and percent as #rrggbb, which every viewer of SVG knows."""
+    colour = colorsys.hls_to_rgb(hue / 360, lightness / 100, saturation / 100)
+    return "#" + "".join(f"{round(255 * part):02x}" for part in colour)
 
 
 class Canvas:

@@ -2,7 +2,8 @@
 
 A side is {"layers": {name: layer}}. A layer names a builder of kvferry.layout with its arguments; each layer lies in a
 region of its own, behind `base` bytes. "kernel_block_size" wraps it in with_kernel_blocks. A case has a consumer, its
-producers' ranks, perhaps tables (one list of block ids for each KV cache group) and tokens [first, end).
+producers' ranks, perhaps tables (one list of block ids for each KV cache group), tokens [first, end), and answers.
+docs/plan.md describes all of it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from msgspec import Meta
 from kvferry import layout as layouts
 from kvferry.cli.errors import Problem
 from kvferry.cli.plan import words
+from kvferry.cli.plan.answers import Answers
 from kvferry.cli.plan.engines import CacheGroup, Engine, Rank
 from kvferry.cli.plan.files import read_json
 from kvferry.cli.plan.requests import MOST_TOKENS
@@ -28,6 +30,8 @@ from kvferry.plan import BlockTable
 
 # Above anything that is served, and low enough that what is made of it stays small.
 MOST_GROUPS = MOST_HEADS = 4096
+_MOST_LISTED = 200
+"""Names of cases."""
 
 Count = Annotated[int, Meta(ge=1, le=1 << 40)]
 Bytes = Annotated[int, Meta(ge=0, le=1 << 56)]
@@ -141,15 +145,34 @@ class _Side(_Strict, frozen=True):
     layers: dict[str, Any]
 
 
-class _Case(msgspec.Struct, frozen=True):
-    """Golden cases have answers as well, under keys that are not read here."""
+_Runs = dict[str, list[tuple[Bytes, Bytes, Bytes]]]
+
+
+class _Case(_Strict, frozen=True):
+    """The second half are answers, but for notes to those who test with a case."""
 
     consumer: Any
     producers: Annotated[list[Any], Meta(max_length=MOST_RANKS)]
+    name: str = ""
     consumer_rank: tuple[Rank0, NumRanks] = (0, 1)
     consumer_tables: Tables | None = None
     producer_tables: Tables | None = None
     tokens: tuple[Token, Token] | None = None
+
+    num_bytes: Bytes | None = None
+    required_bytes: Bytes | None = None
+    source_ranks: list[Rank0] | None = None
+    descriptors: _Runs | None = None
+    descriptors_by_source: list[_Runs] | None = None
+    refused: list[Text] | None = None
+    any_order: bool = False
+    huge: bool = False
+
+    def answers(self) -> Answers:
+        runs = self.descriptors_by_source
+        if runs is None and self.descriptors is not None:
+            runs = [self.descriptors]
+        return Answers(self.num_bytes, self.required_bytes, self.source_ranks, runs, self.refused)
 
 
 Wanted = TypeVar("Wanted", bound=msgspec.Struct)
@@ -160,18 +183,22 @@ def _typed(where: str, data: Any, wanted: type[Wanted]) -> Wanted:
     try:
         return msgspec.convert(data, wanted)
     except msgspec.ValidationError as error:
-        what = _in_words(data, str(error))
+        what = _in_words(data, wanted, str(error))
     except UnicodeEncodeError as error:  # half a character, which JSON can write
         what = f"{words.value(error.object)} is not Unicode"
     raise LayoutError(f"{where}: {what}" if where else what)
 
 
-def _in_words(data: Any, error: str) -> str:
+def _in_words(data: Any, wanted: type[msgspec.Struct], error: str) -> str:
     """What msgspec says is wrong, and the value at the place that it names."""
     what, _, path = error.partition(" - at `$")
     what = re.sub(r"^Object missing required field `(.*)`$", r"has no '\1'", what)
     for key in re.findall(r"\w+", path):
         data = data[int(key)] if isinstance(data, list) else data[key]
+        wanted = _Channels if key == "part" else wanted
+    if unknown := re.match(r"^Object contains unknown field `(.*)`$", what, re.DOTALL):
+        known = ", ".join(field.encode_name for field in msgspec.structs.fields(wanted))
+        return f"{path.strip('.`')} has an unknown key {words.value(unknown[1])}: known are {known}".strip()
     return f"{path.strip('.`')} {words.value(data)}: {what}" if path.strip("`") else what
 
 
@@ -236,12 +263,13 @@ def tables(block_ids: Sequence[Sequence[int]]) -> list[BlockTable]:
 
 
 class Case(NamedTuple):
-    """A case of a file. block_ids and tokens: None where the file has none."""
+    """A case of a file. block_ids and tokens: None where the file has none. answers: what is to come of them."""
 
     consumer: Engine
     producer: Engine
     block_ids: BlockIds | None
     tokens: tuple[int, int] | None
+    answers: Answers
 
 
 def load(file: Path, name: str | None) -> list[Case]:
@@ -254,12 +282,16 @@ def load(file: Path, name: str | None) -> list[Case]:
     if name is not None:
         chosen = [pair for pair in named if pair[0] == name] or [pair for pair in named if name in pair[0]]
         if not chosen:
-            known = words.brief(", ".join(known for known, _ in named))
-            raise Problem(f"{where} has no case {words.value(name)}", f"It has: {known}.")
+            raise Problem(f"{where} has no case {words.value(name)}", _listed([known for known, _ in named]))
         named = chosen
     if not named:
         raise Problem(f"{where} has no cases")
     return [_case(where, known, one) for known, one in named]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = [f"and {len(names) - _MOST_LISTED} more"] if len(names) > _MOST_LISTED else []
+    return "\n  ".join(["It has:", *map(words.brief, names[:_MOST_LISTED]), *more])
 
 
 def _name(data: Any) -> str:
@@ -299,7 +331,7 @@ def _read(title: str, data: Any) -> Case:
     one = Rank(str(rank), rank, num_ranks, consumer)
     several = tuple(Rank(str(index), 0, 1, layout) for index, layout in enumerate(producers))
     engines = _engine("consumer", title, (one,), count), _engine("producer", "", several, count)
-    return Case(*engines, ids, case.tokens)
+    return Case(*engines, ids, case.tokens, case.answers())
 
 
 def _engine(role: str, title: str, ranks: tuple[Rank, ...], num_groups: int) -> Engine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,9 @@ import typer
 from rich.console import Console
 
 from kvferry.cli.errors import Problem
-from kvferry.cli.plan import cases, data, models, sides, svg, text, words
-from kvferry.cli.plan.advice import Advice, advise, warnings
+from kvferry.cli.plan import cases, data, identity, models, sides, svg, text, words
+from kvferry.cli.plan.advice import Advice, Maker, advise, warnings
+from kvferry.cli.plan.answers import differing
 from kvferry.cli.plan.caches import engine
 from kvferry.cli.plan.cases import BlockIds
 from kvferry.cli.plan.engines import Engine
@@ -52,10 +54,11 @@ class Options(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """A survey, and what would be better; None if nothing else was planned."""
+    """A survey, and what would be better; None if nothing else was planned. differs: where a case says otherwise."""
 
     survey: Survey
     advice: tuple[Advice, ...] | None = None
+    differs: tuple[str, ...] = ()
 
 
 def run(options: Options, console: Console) -> int:
@@ -82,9 +85,11 @@ def _run(options: Options, console: Console) -> int:
         found = [data.as_json(*one, listed) for one in planned]
         typer.echo(json.dumps(found[0] if len(found) == 1 else found, indent=2, ensure_ascii=False))
     else:
-        for one in planned:
+        for number, one in enumerate(planned):
+            if number:
+                typer.echo()
             text.show(*one, console, listed)
-    return 1 if any(one.survey.refused for one in planned) else 0
+    return 1 if any(one.survey.refused or one.differs for one in planned) else 0
 
 
 def _of_cases(options: Options) -> list[Planned]:
@@ -95,10 +100,17 @@ def _of_cases(options: Options) -> list[Planned]:
     found = []
     for case in cases.load(options.case or Path(), options.name):
         others, tokens = _block_ids(options.block_ids), _tokens(options.tokens)
-        if others is None and tokens is None:  # the case's own tokens need not fit into other blocks
+        is_as_written = others is None and tokens is None
+        if is_as_written:  # the case's own tokens need not fit into other blocks
             tokens = case.tokens
+        _check_groups((case.consumer, case.producer), others)
         request = _request(case.consumer, case.producer, tokens, others or case.block_ids)
-        found.append(Planned(survey(case.consumer, case.producer, request)))
+        one = survey(case.consumer, case.producer, request)
+        if is_as_written:
+            found.append(Planned(one, differs=tuple(differing(case.answers, one))))
+        else:
+            note = ("The answers in the file are not compared: they are for its own blocks and tokens.",)
+            found.append(Planned(replace(one, notes=note if case.answers.are_any else ())))
     return found
 
 
@@ -109,23 +121,41 @@ def _of_models(options: Options) -> Planned:
     consumer = sides.parse("--consumer", options.consumer, options.model)
     producer = sides.parse("--producer", options.producer, options.model)
     read = {"consumer": _model(consumer, producer), "producer": _model(producer, consumer)}
+    names = dict(zip(read, identity.names(read["consumer"], read["producer"]), strict=True))
     ids, tokens = _block_ids(options.block_ids), _tokens(options.tokens)
     most = max((max(group, default=0) for side in ids or () for group in side), default=0)
     end = tokens[1] if tokens else 1 if ids else DEFAULT_TOKENS
 
     @functools.lru_cache(maxsize=32)
     def make(role: str, side: Side, num_tokens: int) -> Engine:
-        return engine(role, read[role], side, num_tokens, most + 1 if ids else 0)
+        return engine(role, read[role], side, num_tokens, most + 1 if ids else 0, names[role])
 
     blocks = (_block(role, side, read[role]) for role, side in (("consumer", consumer), ("producer", producer)))
     room = max(end, *blocks)
     engines = make("consumer", consumer, room), make("producer", producer, room)
+    _check_groups(engines, ids)
     request = _request(*engines, tokens or (None if ids else (0, end)), ids)
     found = survey(*engines, request)
-    if ids is None:
-        found = replace(found, adjacent_descriptors=_adjacent(found), notes=tuple(_notes(found)))
-    advice = advise(found, consumer, producer, make) if warnings(found) and ids is None else None
-    return Planned(found, advice)
+    ids_of_models = consumer.model_id, producer.model_id
+    about_models = tuple(identity.notes(read["consumer"], read["producer"], ids_of_models))
+    if ids is not None:
+        return Planned(replace(found, notes=about_models))
+    found = replace(found, adjacent_descriptors=_adjacent(found), notes=(*_notes(found), *about_models))
+    return Planned(found, _advice(found, consumer, producer, make))
+
+
+def _advice(found: Survey, consumer: Side, producer: Side, make: Maker) -> tuple[Advice, ...] | None:
+    """What would take fewer descriptors; None where they are few, or something else is refused than their number."""
+    if warnings(found):
+        return advise(found, consumer, producer, make)
+    if not found.refused:
+        return None
+    engines = found.consumer, found.producer
+    few = min(found.request.end_token, max(map(longest_block, engines)))
+    fewer = survey(*engines, scattered(*engines, 0, few))
+    if fewer.refused or not warnings(fewer):
+        return None
+    return advise(fewer, consumer, producer, make, refused=found.request)
 
 
 def _model(side: Side, other: Side) -> Model:
@@ -144,6 +174,17 @@ def _block(role: str, side: Side, model: Model) -> int:
         return sizes(model, side).block_tokens
     except (LayoutError, TopologyError) as error:
         raise Problem(f"--{role}: {error}") from None
+
+
+def _check_groups(engines: tuple[Engine, Engine], given: BlockIds | None) -> None:
+    """Raises Problem unless --block-ids has a list for each KV cache group of both sides."""
+    for one, lists in zip(engines, given or (), strict=False):
+        if len(lists) != len(one.groups):
+            kinds = Counter(group.label for group in one.groups if group.label)
+            of = ", ".join(f"{count} {label}" for label, count in kinds.items())
+            groups = f"{words.count(len(one.groups), 'KV cache group')}{f': {of}' if of else ''}"
+            lists_given = "1 list is" if len(lists) == 1 else f"{len(lists)} lists are"
+            raise Problem(f"--block-ids: the {one.role} has {groups}; {lists_given} given")
 
 
 def _request(consumer: Engine, producer: Engine, tokens: tuple[int, int] | None, block_ids: BlockIds | None) -> Request:

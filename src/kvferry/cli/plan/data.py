@@ -14,8 +14,10 @@ from kvferry.cli.plan.survey import Numbers, Pair, Part, Refused, Survey
 from kvferry.layout import Refusal
 
 
-def as_json(found: Survey, advice: Sequence[Advice] | None, descriptors: bool) -> dict[str, Any]:
-    """Everything, one entry for each pair of ranks; descriptors as [consumer, producer, bytes] by region."""
+def as_json(
+    found: Survey, advice: Sequence[Advice] | None, differing: Sequence[str], descriptors: bool
+) -> dict[str, Any]:
+    """Everything, as docs/plan.md describes it: one entry for each pair of ranks."""
     return {
         "consumer": _engine(found.consumer),
         "producer": _engine(found.producer),
@@ -34,12 +36,13 @@ def as_json(found: Survey, advice: Sequence[Advice] | None, descriptors: bool) -
             {
                 "settings": [{"side": side, "set": setting} for side, setting in one.change.settings],
                 "consumer_rank": one.consumer_rank,
-                "now": _numbers(one.now),
+                "now": None if one.now is None else _numbers(one.now),
                 "then": _numbers(one.then),
             }
             for one in advice or ()
         ],
         "notes": list(text.notes(found)),
+        "differs": list(differing),
     }
 
 
@@ -71,7 +74,7 @@ def _pair(found: Survey, pair: Pair, descriptors: bool) -> dict[str, Any]:
         "required_bytes": pair.required_bytes,
     }
     if descriptors:
-        data["descriptors"] = _descriptors(found, pair)
+        data["descriptors"] = _descriptors(pair)
     return data
 
 
@@ -93,21 +96,25 @@ def _numbers(numbers: Numbers) -> dict[str, Any]:
     }
 
 
-def _descriptors(found: Survey, pair: Pair) -> list[Mapping[str, Any]]:
-    layout = found.consumer.layouts[pair.consumer]
+def _descriptors(pair: Pair) -> list[Mapping[str, Any]]:
     return [
         {
             "region": [batch.consumer_region, batch.producer_region],
-            "layers": [layer.name for layer in layout.layers if layer.region == batch.consumer_region],
+            "layers": list(layers),
             "runs": np.stack((batch.consumer_offsets, batch.producer_offsets, batch.lengths), axis=1).tolist(),
         }
-        for batch in pair.batches
+        for batch, layers in pair.descriptors
     ]
 
 
 def _refused(refused: Refused) -> dict[str, Any]:
     error = refused.error
-    data: dict[str, Any] = {"text": str(error), "pairs": [list(pair) for pair in refused.pairs]}
+    data: dict[str, Any] = {"text": refused.text, "pairs": [list(pair) for pair in refused.pairs]}
     if isinstance(error, Refusal):
-        data |= {"field": error.field, "consumer": str(error.consumer), "producer": str(error.producer)}
+        data |= {"field": error.field, "consumer": _value(error.consumer), "producer": _value(error.producer)}
     return data
+
+
+def _value(one: object) -> str | None:
+    """None for a side that has no part in it."""
+    return None if one is None else str(one)

@@ -67,7 +67,8 @@ class CachedLayer(NamedTuple):
 class Model(NamedTuple):
     """A model's caches, in vLLM's order. kind: the family in words. dtype: the weights', by torch's name.
 
-    num_layers: decoder layers, with or without a cache.
+    num_layers: decoder layers, with or without a cache. query_heads: 0 where there is no attention, or config.json does
+    not say. config: what the file holds.
     """
 
     title: str
@@ -76,6 +77,8 @@ class Model(NamedTuple):
     num_layers: int
     dtype: str
     layers: tuple[CachedLayer, ...]
+    query_heads: int = 0
+    config: Config = MappingProxyType({})
 
     @property
     def caches(self) -> tuple[Cache, ...]:
@@ -124,7 +127,9 @@ def parse(config: Config, title: str) -> Model:
         for index, of_layer in enumerate(caches)
         for cache in of_layer
     )
-    return Model(title, model_type, family.kind, len(caches), _dtype(config, outer), layers)
+    return Model(
+        title, model_type, family.kind, len(caches), _dtype(config, outer), layers, _query_heads(config, layers), outer
+    )
 
 
 def understood() -> str:
@@ -141,6 +146,14 @@ def _suffix(model_type: str, cache: Cache) -> str:
     return {"gpt_oss": "attn.attn", "nemotron_h": "mixer.attn", "falcon": "self_attention.attn"}.get(
         model_type, "self_attn.attn"
     )
+
+
+def _query_heads(config: Config, layers: Sequence[CachedLayer]) -> int:
+    """What vLLM wants to divide by the TP size."""
+    has_attention = any(isinstance(layer.cache, Attention) for layer in layers)
+    if not has_attention or config.get("num_attention_heads") is None:
+        return 0
+    return keys.heads(config, "num_attention_heads")
 
 
 def _dtype(config: Config, outer: Config) -> str:
@@ -350,9 +363,9 @@ FAMILIES: dict[str, Family] = {
         {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
     ),
     "gpt_oss": Family(WINDOWS, _alternating, {"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128}),
-    "deepseek_v2": Family(LATENT, _latent, {"kv_lora_rank": 512, "qk_rope_head_dim": 64}),
-    "deepseek_v3": Family(LATENT, _latent, {"kv_lora_rank": 512, "qk_rope_head_dim": 64}),
-    "kimi_k2": Family(LATENT, _latent, {"kv_lora_rank": 512, "qk_rope_head_dim": 64}),
+    "deepseek_v2": Family(LATENT, _latent, {"num_attention_heads": 32, "kv_lora_rank": 512, "qk_rope_head_dim": 64}),
+    "deepseek_v3": Family(LATENT, _latent, {"num_attention_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64}),
+    "kimi_k2": Family(LATENT, _latent, {"num_attention_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64}),
     "falcon_h1": Family(STATES, _falcon_h1, {"mamba_expand": 2}),
     "granitemoehybrid": Family(STATES, _granite_hybrid, {"mamba_expand": 2}),
     "nemotron_h": Family(STATES, _nemotron_h, {"mamba_ssm_cache_dtype": "float32"}),

@@ -31,13 +31,13 @@ class Request(NamedTuple):
 
 
 def scattered(consumer: Engine, producer: Engine, first_token: int, end_token: int) -> Request:
-    """A request whose blocks lie in no order that both sides share, as after some hours of serving.
+    """A request no two blocks of which are neighbours, as after some hours of serving.
 
     A sliding window asks only for the blocks that the next token looks at. Raises Problem for too small a cache.
     """
     return Request(
-        _tables(consumer, end_token, backwards=True, only_wanted=True),
-        _tables(producer, end_token),
+        _tables(consumer, end_token, backwards=True, step=2, only_wanted=True),
+        _tables(producer, end_token, step=2),
         first_token,
         end_token,
     )
@@ -54,9 +54,9 @@ def one_block(consumer: Engine, producer: Engine) -> Request:
 
 
 def first_tokens(consumer: Engine, producer: Engine, num_tokens: int) -> Request:
-    """So many tokens, or as many as both caches hold, in blocks that follow one another."""
+    """So many tokens, or as many as both caches hold, in blocks that lie apart."""
     end = min(num_tokens, MOST_TOKENS, *(_capacity(engine) for engine in (consumer, producer)))
-    return Request(_tables(consumer, end), _tables(producer, end), 0, end)
+    return Request(_tables(consumer, end, step=2), _tables(producer, end, step=2), 0, end)
 
 
 def longest_block(engine: Engine) -> int:
@@ -69,14 +69,19 @@ def _capacity(engine: Engine) -> int:
     return engine.num_blocks * min(group.tokens for group in engine.groups)
 
 
-def _tables(engine: Engine, num_tokens: int, backwards: bool = False, only_wanted: bool = False) -> list[BlockTable]:
-    """Ids from 1 on (0 is vLLM's null block) that no two groups share; from 0 in each group if there are too few."""
+def _tables(
+    engine: Engine, num_tokens: int, backwards: bool = False, step: int = 1, only_wanted: bool = False
+) -> list[BlockTable]:
+    """Ids from 1 on (0 is vLLM's null block) that no two groups share, `step` apart; side by side if there are too few
+    for that, and from 0 in each group if there are fewer still."""
     counts = [-(-num_tokens // group.tokens) for group in engine.groups]
     if sum(counts) > MOST_BLOCKS:
         needed = f"{num_tokens} tokens need {sum(counts):,} of the {engine.role}'s blocks"
         raise Problem(f"{needed}, at most {MOST_BLOCKS:,} are understood", "Ask for fewer with --tokens.")
-    starts = [1 + before for before in accumulate(counts[:-1], initial=0)]
-    if starts[-1] + counts[-1] > engine.num_blocks:
+    if step * sum(counts) > engine.num_blocks:
+        step = 1
+    starts = [1 + step * before for before in accumulate(counts[:-1], initial=0)]
+    if starts[-1] + step * (counts[-1] - 1) >= engine.num_blocks:
         starts = [0] * len(counts)
         if max(counts) > engine.num_blocks:
             raise Problem(
@@ -85,7 +90,7 @@ def _tables(engine: Engine, num_tokens: int, backwards: bool = False, only_wante
             )
     tables = []
     for group, start, count in zip(engine.groups, starts, counts, strict=True):
-        ids = np.arange(start, start + count, dtype=np.int64)
+        ids = start + step * np.arange(count, dtype=np.int64)
         ids = ids[::-1].copy() if backwards else ids
         if only_wanted:
             ids[: _behind(group, num_tokens)] = -1

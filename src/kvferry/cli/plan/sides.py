@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +39,7 @@ class Side(NamedTuple):
     which are dealt tokens in runs of `interleave`. block: tokens of a block, None for
     vLLM's default. dtype: the cache's, None for the model's. blocks: how many there are, None for as many as are
     needed. conv: order of a convolution's window in memory, SD (steps outermost) or DS. ssm: dtype of recurrent states.
+    model_id: kvferry's setting, what the side calls its model; None for a digest of it.
     """
 
     model: Path | None = None
@@ -53,6 +55,7 @@ class Side(NamedTuple):
     blocks: int | None = None
     conv: str = "SD"
     ssm: str | None = None
+    model_id: str | None = None
 
     @property
     def is_cpu(self) -> bool:
@@ -65,10 +68,11 @@ def parse(option: str, text: str, model: Path | None) -> Side:
     given: dict[str, str] = {}
     for position, part in enumerate(piece.strip() for piece in text.split(",")):
         key, equals, value = part.partition("=")
+        key = key.lower()
         if not part:
             continue
         if not equals and position == 0:
-            key, value = "model", part
+            key, value = "model", _file(option, part)
         elif not equals or not value:
             raise Problem(f"{option}: {words.value(part)} is not KEY=VALUE", _known())
         if key not in _READERS:
@@ -87,6 +91,13 @@ def parse(option: str, text: str, model: Path | None) -> Side:
     return side._replace(pp=len(side.pp_layers)) if side.pp_layers else side
 
 
+def _file(option: str, text: str) -> str:
+    """A side may begin with its config.json; whatever can't be meant so is a setting with a slip in it."""
+    if text.endswith(".json") or os.sep in text or os.path.exists(text):
+        return text
+    raise Problem(f"{option}: {words.value(text)} is neither KEY=VALUE nor a file", _known())
+
+
 def _known() -> str:
     return f"Keys are {', '.join(_READERS)}."
 
@@ -94,6 +105,7 @@ def _known() -> str:
 MOST_RANKS = 4096
 _MOST = 1 << 20
 _MOST_DIGITS = 20
+_MOST_LETTERS = 200
 
 
 def decimal(text: str) -> int | None:
@@ -122,12 +134,21 @@ def _stages(value: str) -> tuple[int, ...]:
 
 
 def _one_of(choices: Mapping[str, str]) -> Callable[[str], str]:
+    """In upper or lower case."""
+    lower = {name.lower(): meant for name, meant in choices.items()}
+
     def read(value: str) -> str:
-        if value not in choices:
+        if value.lower() not in lower:
             raise ValueError(f"must be one of {', '.join(choices)}")
-        return choices[value]
+        return lower[value.lower()]
 
     return read
+
+
+def _printable(value: str) -> str:
+    if not value.isprintable() or len(value) > _MOST_LETTERS:
+        raise ValueError(f"must be at most {_MOST_LETTERS} letters that print")
+    return value
 
 
 _READERS: dict[str, Callable[[str], Any]] = {
@@ -144,4 +165,5 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "blocks": _number,
     "conv": _one_of({"SD": "SD", "DS": "DS"}),
     "ssm": _one_of({name: dtype for name, dtype in DTYPES.items() if not dtype.startswith("fp8")}),
+    "model_id": _printable,
 }

@@ -67,6 +67,7 @@ class Sizes(NamedTuple):
 
 def sizes(model: Model, side: Side) -> Sizes:
     """Raises LayoutError or TopologyError for what vLLM would refuse, with the values."""
+    _check_query_heads(model, side)
     _check_context(model, side)
     dtype = side.dtype or model.dtype
     state_dtype = model.dtype if dtype.startswith("fp8") else dtype  # only attention's cache is quantised
@@ -88,16 +89,31 @@ def sizes(model: Model, side: Side) -> Sizes:
     return Sizes(dtype, state_dtype, ITEM_BYTES[dtype], block, pages | dict.fromkeys(states, page))
 
 
+def _check_query_heads(model: Model, side: Side) -> None:
+    """As vLLM's ModelConfig.verify_with_parallel_config does."""
+    if model.query_heads % side.tp:
+        raise LayoutError(f"tp {side.tp} does not divide the model's {model.query_heads} query heads")
+
+
 def _check_context(model: Model, side: Side) -> None:
     """Decode context parallel ranks share the heads of one another, so there must be so many ranks with the same."""
     if side.dcp == 1:
         return
+    if side.tp % side.dcp:
+        raise LayoutError(f"dcp {side.dcp} does not divide tp {side.tp}")
     for cache in model.caches:
         if isinstance(cache, Recurrent) or cache.window is not None:
             raise LayoutError(f"dcp {side.dcp}: only understood for full attention and latents")
-        replicas = side.tp if cache.is_latent else side.tp // cache.num_heads
-        if replicas % side.dcp or not replicas:
-            raise LayoutError(f"dcp {side.dcp}: at tp {side.tp} a head is on {max(replicas, 1)} ranks")
+        if not cache.is_latent:
+            _check_shared_heads(cache.num_heads, side)
+
+
+def _check_shared_heads(kv_heads: int, side: Side) -> None:
+    """The query heads of a KV head are as many for each of its ranks, so vLLM can share them out over dcp as well."""
+    ranks = max(side.tp // kv_heads, 1)
+    if ranks % side.dcp:
+        of = f"with tp {side.tp} each of the {kv_heads} KV heads is on {words.count(ranks, 'rank')}"
+        raise LayoutError(f"dcp {side.dcp}: {of}, which dcp must divide")
 
 
 def _block_tokens(side: Side, attentions: set[Attention]) -> int:

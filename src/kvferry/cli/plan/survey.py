@@ -18,7 +18,8 @@ from kvferry.cli.errors import Problem
 from kvferry.cli.plan.engines import CacheGroup, Engine
 from kvferry.cli.plan.requests import Request, one_block
 from kvferry.layout import CacheLayout, Heads
-from kvferry.plan import PlanBatch, Refusal, TransferPlan, compile, prove_shares
+from kvferry.plan import PairPlan, PlanBatch, Refusal, TransferPlan, compile, prove_shares
+from kvferry.plan.limits import SEE_PLAN
 from kvferry.records import EngineRecord, compare
 from kvferry.topology import Share, ShareLayer, TopologyError, sources
 
@@ -37,6 +38,13 @@ class Numbers(NamedTuple):
         return self.num_bytes / max(self.descriptors, 1)
 
 
+class Owned(NamedTuple):
+    """The descriptors of one batch, and whose they are: layers that move together."""
+
+    batch: PlanBatch
+    layers: tuple[str, ...]
+
+
 class Part(NamedTuple):
     """Layers of one kind that one rank takes from another. block: None where the cache is not cut into blocks."""
 
@@ -48,12 +56,12 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Pair:
-    """A consumer rank, and what it takes of a producer rank. batches: the request's descriptors."""
+    """A consumer rank, and what it takes of a producer rank. descriptors: the request's, layer by layer."""
 
     consumer: int
     share: Share
     parts: tuple[Part, ...]
-    batches: tuple[PlanBatch, ...]
+    descriptors: tuple[Owned, ...]
     request: Numbers
     required_bytes: int
 
@@ -67,6 +75,10 @@ class Refused(NamedTuple):
 
     error: Refusal | TopologyError
     pairs: list[tuple[int | None, int | None]]
+
+    @property
+    def text(self) -> str:
+        return str(self.error).replace(SEE_PLAN, "")
 
 
 @dataclass(frozen=True)
@@ -187,7 +199,8 @@ class _Planner:
         return replace(known, consumer=rank, share=share, parts=parts)
 
     def _pair(self, mine: CacheLayout, theirs: CacheLayout, share: Share) -> Pair:
-        plan = compile(mine, theirs, share).bind(*self._request)
+        whole = compile(mine, theirs, share)
+        plan = whole.bind(*self._request)
         numbers = _numbers(self._request, plan)
         parts = []
         kinds = self._kinds(mine, share)
@@ -200,7 +213,7 @@ class _Planner:
                 tokens = self._block._replace(end_token=min(group.tokens, self._block.end_token))
                 block = _numbers(tokens, pair.bind(*tokens))
             parts.append(Part(label, only.layers, block, request))
-        return Pair(0, share, tuple(parts), plan.batches, numbers, plan.required_bytes)
+        return Pair(0, share, tuple(parts), _owned(whole, plan), numbers, plan.required_bytes)
 
     def _kinds(self, mine: CacheLayout, share: Share) -> dict[str, tuple[CacheGroup, list[ShareLayer]]]:
         """The share's layers by the kind of their group."""
@@ -222,6 +235,16 @@ def _geometry(layout: CacheLayout, share: Share) -> Hashable:
         own = msgspec.structs.replace(layer, heads=Heads(0, layer.heads.count, layer.heads.total))
         seen.append((own, part.start - start, part.stop - start))
     return layout.regions, tuple(seen)
+
+
+def _owned(pair: PairPlan, plan: TransferPlan) -> tuple[Owned, ...]:
+    found = []
+    for placement, number, start, stop in plan.slices:
+        batch, span = plan.batches[number], slice(start, stop)
+        columns = (batch.consumer_offsets[span], batch.producer_offsets[span], batch.lengths[span])
+        part = PlanBatch(batch.consumer_region, batch.producer_region, *columns)
+        found.append(Owned(part, pair.layers[placement]))
+    return tuple(found)
 
 
 def _numbers(request: Request, plan: TransferPlan) -> Numbers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,20 @@ from kvferry.layout import CacheLayout, Context, Heads
 MOST_RANKS = 16
 """Ranks of a side that are all drawn; of more, the first twelve and the last three."""
 
-_CARD, _TEXT, _FRAME, _GAP, _LINE = 420, 162, 230, 8, 16
+_CARD, _TEXT, _FRAME, _LINE = 458, 200, 230, 16
+
+
+class _Shape(NamedTuple):
+    """Of the cards, in pixels: all words below one another, or two lines of them where there are many ranks."""
+
+    height: int
+    gap: int
+    lines: int
+
+
+_ROOMY, _COMPACT = _Shape(90, 8, 4), _Shape(42, 5, 2)
+_MOST_ROOMY = 6
+"""Ranks of a side."""
 
 
 class Band(NamedTuple):
@@ -80,9 +94,10 @@ def panel(canvas: Canvas, found: Survey, x: float, y: float, width: float) -> fl
         room=_CARD,
     )
     slots = max(len(shown(engine)) for engine in (found.producer, found.consumer))
-    top, height = y + 40, slots * (4 * _LINE + 14 + _GAP)
-    producers = _Column(canvas, found, frame, found.producer, x, top, height)
-    consumers = _Column(canvas, found, frame, found.consumer, right, top, height)
+    shape = _ROOMY if slots <= _MOST_ROOMY else _COMPACT
+    top, height = y + 40, slots * (shape.height + shape.gap)
+    producers = _Column(canvas, found, frame, found.producer, shape, x, top, height)
+    consumers = _Column(canvas, found, frame, found.consumer, shape, right, top, height)
     producers.draw()
     consumers.draw()
     _arrows(canvas, found, frame, producers, consumers)
@@ -109,6 +124,7 @@ class _Column:
     found: Survey
     model: Model
     engine: Engine
+    shape: _Shape
     x: float
     top: float
     height: float
@@ -124,12 +140,12 @@ class _Column:
             return None
         y, height = self._slot(ranks.index(rank))
         frame_x = self.x + _CARD - _FRAME - 12 if self.is_producer else self.x + 12
-        return _Box(frame_x, y + 8, height - 16)
+        inset = 8 if self.shape is _ROOMY else 4
+        return _Box(frame_x, y + inset, height - 2 * inset)
 
     def _slot(self, number: int) -> tuple[float, float]:
-        slot = self.height / len(shown(self.engine))
-        height = 4 * _LINE + 14
-        return self.top + number * slot + (slot - _GAP - height) / 2, height
+        slot, height = self.height / len(shown(self.engine)), self.shape.height
+        return self.top + number * slot + (slot - self.shape.gap - height) / 2, height
 
     def draw(self) -> None:
         for number, rank in enumerate(shown(self.engine)):
@@ -139,17 +155,26 @@ class _Column:
                 self.canvas.text(self.x + _CARD / 2, y + height / 2, f"… {hidden} more ranks …", 13, anchor="middle")
                 continue
             self.canvas.rect(self.x, y, _CARD, height, draw.PANEL, draw.LINE, radius=6)
-            self._words(rank, self.x + 12 if self.is_producer else self.x + _FRAME + 24, y + 22)
+            at = self.x + 12 if self.is_producer else self.x + _FRAME + 24
+            self._words(rank, at, y + (22 if self.shape is _ROOMY else 17))
             box = self.box(rank)
             if box is not None:
                 self._frame(rank, box)
 
     def _words(self, rank: int, x: float, y: float) -> None:
-        self.canvas.text(x, y, f"rank {self.engine.ranks[rank].label}", 13, bold=True, room=_TEXT)
         bands = self.model.bands(self.engine.layouts[rank])
-        lines = [_heads(bands, self.model), _layers(bands, self.model)]
-        if not self.is_producer:
-            lines.append(self._taken(rank))
+        name, held, layers = (
+            f"rank {self.engine.ranks[rank].label}",
+            _heads(bands, self.model),
+            _layers(bands, self.model),
+        )
+        if self.shape is _COMPACT:
+            if self.model.num_heads > 1:  # else the frame says which tokens it has
+                name = f"{name}: {held}"
+            lines = [layers if self.is_producer else self._taken(rank)]
+        else:
+            lines = [held, layers, *(() if self.is_producer else (self._taken(rank),))]
+        self.canvas.text(x, y, name, 13 if self.shape is _ROOMY else 12, bold=True, room=_TEXT)
         for number, line in enumerate(lines):
             self.canvas.text(x, y + (number + 1) * _LINE, line, 11, room=_TEXT, fill=draw.FAINT)
 
@@ -158,7 +183,7 @@ class _Column:
         if not pairs:
             return "nothing"
         total = added(0, (pair.request for pair in pairs))
-        return f"{words.size(total.num_bytes)}, {words.count(total.descriptors, 'run')}"
+        return f"{words.size(total.num_bytes)}, {words.count(total.descriptors, 'descriptor')}"
 
     def _frame(self, rank: int, box: _Box) -> None:
         """The whole model in outline, and what the rank holds of it in colour."""
@@ -177,7 +202,10 @@ class _Column:
         fill = draw.head_colour(head, total, pale=not moves)
         self.canvas.rect(x + gap / 2, y + 0.5, width - gap, height - 1, fill, draw.LINE if not moves else "none")
         label = str(head) if total > 1 else whole
-        if draw.width(label, 11) <= width and height >= 12:
+        every = math.ceil((draw.width(str(total - 1), 11) + 4) / width) if total > 1 else 1
+        if (total == 1 and draw.width(label, 11) > width) or head % every:
+            return
+        if height >= 12:
             ink = draw.INK if moves else draw.FAINT
             self.canvas.text(x + width / 2, y + height / 2 + 4, label, 11, anchor="middle", fill=ink)
 
@@ -239,11 +267,15 @@ def _middle(pair: Pair, model: Model) -> float:
 
 
 def _legend(found: Survey, model: Model) -> str:
-    of = ""
-    if any(group.kept.keeps_state for group in found.consumer.groups):
-        of = " (recurrent states)" if "/" in model.layers[0] else " (attention layers only)"
+    of, left_out = "", ""
+    states = dict.fromkeys(group.label for group in found.consumer.groups if group.kept.keeps_state)
+    if states and "/" in model.layers[0]:
+        of = " (recurrent states)"
+    elif states:
+        of = " (attention layers)"
+        left_out = f" Not drawn, but counted: {', '.join(states)}."
     heads = "" if model.num_heads == 1 else "heads from left to right, a colour each, and "
     return (
         f"Each frame is the cache of the whole model{of}: {heads}layers from top to bottom. "
-        "Coloured is what a rank holds; pale is what it holds and nobody takes from it."
+        f"Coloured is what a rank holds; pale is what it holds and nobody takes from it.{left_out}"
     )

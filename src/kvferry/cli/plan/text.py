@@ -7,29 +7,33 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.cli.plan import words
+from kvferry.cli.plan import rank_rules, words
 from kvferry.cli.plan.advice import FEW_BYTES, MANY_DESCRIPTORS, Advice, warnings
 from kvferry.cli.plan.engines import Engine
-from kvferry.cli.plan.survey import Numbers, Pair, Part, Refused, Survey
+from kvferry.cli.plan.survey import Numbers, Owned, Pair, Part, Refused, Survey
 from kvferry.layout import CacheLayout
 
 _MOST_REFUSALS = 8
-_MOST_LETTERS = 22
+_MOST_LETTERS = 26
 
 
-def show(found: Survey, advice: Sequence[Advice] | None, console: Console, descriptors: bool) -> None:
-    """Both sides, what moves, what is refused, what takes too many descriptors, and what else to know."""
+def show(
+    found: Survey, advice: Sequence[Advice] | None, differing: Sequence[str], console: Console, descriptors: bool
+) -> None:
+    """Both sides, what is refused or not as a case says, what moves, what takes too many descriptors, and what else to
+    know."""
 
     def say(line: str, style: str = "") -> None:
         console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
     for engine in (found.consumer, found.producer):
         say(f"{engine.role}  {side(engine)}")
+    for line in (*refusals(found), *(f"differs: {one}" for one in differing)):
+        say(line, "bold red")
     if found.pairs:
+        say(heading(found))
         console.print(table(found))
         say(summary(found))
-    for line in refusals(found):
-        say(line, "bold red")
     for line in warning_lines(found, advice):
         say(line, "yellow")
     for line in notes(found):
@@ -68,8 +72,8 @@ def table(found: Survey) -> Table:
     made.add_column("consumer ← producer")
     for column in ("cache",) * has_labels + ("layers", "heads"):
         made.add_column(column)
-    for column in ("a descriptor", block_column(shown), f"{found.request.num_tokens:,} tokens"):
-        made.add_column(column, justify="right")
+    for lines in number_columns(found, shown):
+        made.add_column("\n".join(lines), justify="right")
     for part, pairs in shown:
         ranks, label, *rest = cells(found, part, pairs)
         made.add_row(ranks, *((label,) if has_labels else ()), *rest)
@@ -79,7 +83,7 @@ def table(found: Survey) -> Table:
 def cells(found: Survey, part: Part, pairs: Sequence[Pair]) -> tuple[str, ...]:
     """A row: ranks, cache, layers, heads, length of a descriptor, a block, the request."""
     return (
-        words.ranks([ranks_of(found, pair) for pair in pairs]),
+        rank_rules.ranks([ranks_of(found, pair) for pair in pairs]),
         part.label,
         words.layers([layer.name for layer in part.layers]),
         _heads(found, part, pairs),
@@ -89,10 +93,31 @@ def cells(found: Survey, part: Part, pairs: Sequence[Pair]) -> tuple[str, ...]:
     )
 
 
-def block_column(shown: Sequence[Row]) -> str:
-    """The name of the column for a block."""
-    tokens = {part.block.tokens for part, _ in shown if part.block is not None}
-    return f"block of {' or '.join(f'{one:,}' for one in sorted(tokens))}" if tokens else "a block"
+def number_columns(found: Survey, shown: Sequence[Row]) -> tuple[tuple[str, str], ...]:
+    """The names of the columns with numbers, two lines each."""
+    counted = "descriptors, bytes of"
+    return (
+        ("bytes of", "a descriptor"),
+        (counted, _block(found, shown)),
+        (counted, f"{found.request.num_tokens:,} tokens"),
+    )
+
+
+def _block(found: Survey, shown: Sequence[Row]) -> str:
+    """ "a block of 16"; "the first block of 16" where later ones may meet the producer's blocks otherwise."""
+    tokens = sorted({part.block.tokens for part, _ in shown if part.block is not None})
+    sizes = [[g.tokens for g in engine.groups if not g.kept.keeps_state] for engine in (found.consumer, found.producer)]
+    differ = any(max(pair) % min(pair) for pair in zip(*sizes, strict=False))
+    num_ranks = max(layer.context.size for layout in found.consumer.layouts for layer in layout.layers)
+    over = f" ({num_ranks} ranks)" if num_ranks > 1 else ""
+    block = "the first block" if differ else "a block"
+    return f"{block} of {' or '.join(f'{one:,}' for one in tokens)}{over}" if tokens else "a block"
+
+
+def heading(found: Survey) -> str:
+    """What a row of the table is about."""
+    each = "Each row is what one consumer rank takes of one producer rank"
+    return f"What is not refused would move like this. {each}." if found.refused else f"{each}:"
 
 
 def ranks_of(found: Survey, pair: Pair) -> tuple[str, str]:
@@ -101,7 +126,7 @@ def ranks_of(found: Survey, pair: Pair) -> tuple[str, str]:
 
 
 def _counted(numbers: Numbers) -> str:
-    return f"{numbers.descriptors:,} in {words.size(numbers.num_bytes)}"
+    return f"{numbers.descriptors:,}, {words.size(numbers.num_bytes)}"
 
 
 def _heads(found: Survey, part: Part, pairs: Sequence[Pair]) -> str:
@@ -133,7 +158,7 @@ def summary(found: Survey) -> str:
 def refusals(found: Survey) -> Iterator[str]:
     """What can't be planned, and which ranks it keeps apart."""
     for refused in found.refused[:_MOST_REFUSALS]:
-        yield f"refused: {refused.error}{_where(found, refused)}"
+        yield f"refused: {refused.text}{_where(found, refused)}"
     if len(found.refused) > _MOST_REFUSALS:
         yield f"refused: {len(found.refused) - _MOST_REFUSALS} more, see --json"
 
@@ -144,7 +169,7 @@ def _where(found: Survey, refused: Refused) -> str:
         for consumer, producer in refused.pairs
         if consumer is not None
     ]
-    return f" [ranks {words.ranks(pairs)}]" if pairs else ""
+    return f" [ranks {rank_rules.ranks(pairs)}]" if pairs else ""
 
 
 def warning_lines(found: Survey, advice: Sequence[Advice] | None) -> Iterator[str]:
@@ -163,7 +188,7 @@ def warning_lines(found: Survey, advice: Sequence[Advice] | None) -> Iterator[st
         )
     for advised in advice or ():
         yield f"  {advice_text(advised)}"
-    if found_warnings and advice == ():
+    if advice == ():
         yield "  Nothing else that was planned (memory orders, block sizes, orders of a state) takes half as many."
 
 
@@ -173,12 +198,13 @@ def advice_text(advice: Advice) -> str:
     for role, setting in advice.change.settings:
         sides.setdefault(setting, []).append(role)
     settings = " and ".join(f"{setting} on {_sides(roles)}" for setting, roles in sides.items())
-    able = ", if the attention backend can," if advice.change.joins_layers else ""
+    able = " if the attention backend can," if advice.change.joins_layers else ""
     now, then = advice.now, advice.then
+    sources = f" from its {advice.num_sources} producer ranks together" if advice.num_sources > 1 else ""
+    instead = f", instead of {now.descriptors:,} of {words.size(now.mean_bytes)}" if now else ""
     return (
-        f"With {settings}{able} rank {advice.consumer_rank} takes {then.descriptors:,} descriptors of "
-        f"{words.size(then.mean_bytes)} for {now.tokens:,} tokens, instead of {now.descriptors:,} of "
-        f"{words.size(now.mean_bytes)}."
+        f"With {settings},{able} consumer rank {advice.consumer_rank} takes {then.descriptors:,} descriptors of "
+        f"{words.size(then.mean_bytes)} for {then.tokens:,} tokens{sources}{instead}."
     )
 
 
@@ -194,19 +220,35 @@ def notes(found: Survey) -> Iterator[str]:
 
 
 def descriptor_lines(found: Survey) -> Iterator[str]:
-    """Every descriptor: offsets in bytes from the start of either region."""
+    """Every descriptor: offsets in bytes from the start of either region, and whose it is."""
     for pair in found.pairs:
         consumer, producer = ranks_of(found, pair)
-        for batch in pair.batches:
-            where = region_name(found.consumer.layouts[pair.consumer], batch.consumer_region)
-            yield f"consumer {consumer} ← producer {producer}, {where}: {words.count(len(batch.lengths), 'descriptor')}"
-            yield f"{'consumer offset':>20} {'producer offset':>20} {'bytes':>12}"
-            columns = (batch.consumer_offsets.tolist(), batch.producer_offsets.tolist(), batch.lengths.tolist())
-            for ours, theirs, length in zip(*columns, strict=True):
-                yield f"{ours:>20} {theirs:>20} {length:>12}"
+        regions: dict[tuple[int, int], list[Owned]] = {}
+        for one in pair.descriptors:
+            regions.setdefault((one.batch.consumer_region, one.batch.producer_region), []).append(one)
+        for (region, _), owned in regions.items():
+            owner = _only_layer(found.consumer.layouts[pair.consumer], region)
+            count = words.count(sum(len(one.batch.lengths) for one in owned), "descriptor")
+            where = f"layer {owner}" if owner else f"region {region}"
+            yield f"consumer {consumer} ← producer {producer}, {where}: {count}"
+            header = f"{'consumer offset':>20} {'producer offset':>20} {'bytes':>12}"
+            yield header if owner else f"{header}  layer"
+            for one in owned:
+                yield from _run_lines(one, "" if owner else f"  {_names(one.layers)}")
 
 
-def region_name(layout: CacheLayout, region: int) -> str:
-    """The layer that has a region for itself; else the region's number."""
+def _run_lines(one: Owned, end: str) -> Iterator[str]:
+    batch = one.batch
+    columns = (batch.consumer_offsets.tolist(), batch.producer_offsets.tolist(), batch.lengths.tolist())
+    for ours, theirs, length in zip(*columns, strict=True):
+        yield f"{ours:>20} {theirs:>20} {length:>12}{end}"
+
+
+def _names(layers: Sequence[str]) -> str:
+    return layers[0] if len(layers) == 1 else f"layers {words.layers(layers)}"
+
+
+def _only_layer(layout: CacheLayout, region: int) -> str:
+    """The layer that has a region for itself; empty if there are several."""
     names = [layer.name for layer in layout.layers if layer.region == region]
-    return f"layer {names[0]}" if len(names) == 1 else f"region {region}"
+    return names[0] if len(names) == 1 else ""

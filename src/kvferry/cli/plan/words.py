@@ -1,4 +1,4 @@
-"""Numbers, ranks, layers and heads in few words, for tables and pictures."""
+"""Numbers, layers and heads in few words, for tables and pictures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from kvferry.topology import ShareLayer
 _DECODER_LAYER = re.compile(r"\.layers\.(\d+)\.")
 _MOST_NAMES = 4
 _MOST_RANGES = 4
-_MOST_LETTERS = 36
 _MOST_BRIEF = 160
 
 _VALUES = reprlib.Repr()
@@ -32,12 +31,15 @@ def value(found: object) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes: "512 B", "16 KiB", "2.5 MiB"."""
+    """Bytes: "512 B", "16 KiB", "1.25 MiB"; three digits where there are more."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             break
         count /= 1024
-    return f"{count:.0f} {unit}" if count == int(count) or count >= 100 else f"{count:.1f} {unit}"
+    if count == int(count) or count >= 100:
+        return f"{count:.0f} {unit}"
+    digits = f"{count:.1f}" if count >= 10 else f"{count:.2f}"
+    return f"{digits.rstrip('0').rstrip('.')} {unit}"
 
 
 def count(number: int, what: str) -> str:
@@ -86,22 +88,3 @@ def heads(parts: Sequence[ShareLayer]) -> str:
     """ "0-3": the heads of all layers; of a state's parts, those of the last."""
     last = parts[-1]
     return ranges(range(last.start, last.stop))
-
-
-def ranks(pairs: Sequence[tuple[str, str]]) -> str:
-    """Who takes from whom, as (consumer, producer): "0, 1 ← 0; 2, 3 ← 1", or only both ends where there are many."""
-    taken: dict[str, list[str]] = {}
-    for consumer, producer in pairs:
-        taken.setdefault(producer, []).append(consumer)
-    full = "; ".join(f"{labels(consumers)} ← {producer}" for producer, consumers in taken.items())
-    if len(taken) <= _MOST_NAMES and len(full) <= _MOST_LETTERS:
-        return full
-    return f"{labels([consumer for consumer, _ in pairs])} ← {labels(list(taken))}"
-
-
-def labels(names: Sequence[str]) -> str:
-    """Ranks: numbers as ranges, others listed, or the first and the last of many."""
-    names = list(dict.fromkeys(names))
-    if all(name.isdecimal() for name in names):
-        return ranges(map(int, names))
-    return ", ".join(names) if len(names) <= _MOST_NAMES else f"{names[0]} … {names[-1]}"
