@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
 import mori_env
 import pytest
 import verbs_stand_in
-from checks import WAYS, alone, assert_drained, assert_same, generate, prompt_of
-from harness import PairConfig
+from checks import WAYS, alone, assert_drained, assert_same, generate, prompt_of, salt
+from harness import PATIENT, PairConfig
 
+from kvferry.cli import api
+from kvferry.cli.ports import free_ports
 from kvferry.cli.servers import Cluster
+from kvferry.cli.servers import pair as pair_of
+from kvferry.cli.specs import ServerSpec
 
 
 def for_mori() -> dict[str, str]:
@@ -43,3 +51,42 @@ def test_tokens_are_those_of_one_server(pair: Cluster, way: str, request: pytest
         report = assert_same(generate(pair, prompt, way), expected, "remote")
         assert report["transport"] == transport
     assert_drained(pair)
+
+
+def moriio(read_mode: bool) -> Callable[[Path], list[ServerSpec]]:
+    """What a user of vLLM's MoRIIO connector has, with one more line: where the class of that name is."""
+
+    def specs(model: Path) -> list[ServerSpec]:
+        sides = []
+        for side, port in zip(pair_of(model, env=for_mori()), free_ports(2), strict=True):
+            extra = {**PATIENT, "read_mode": read_mode, "backend": "rdma", "qp_per_transfer": 1, "handshake_port": port}
+            config = {
+                **side.kv_config,
+                "kv_connector": "MoRIIOConnector",
+                "kv_connector_module_path": "kvferry.vllm.moriio",
+                "kv_connector_extra_config": extra,
+            }
+            sides.append(replace(side, kv_config=config))
+        return sides
+
+    return specs
+
+
+MORIIO = {read_mode: PairConfig(router=True, discovery=True, specs=moriio(read_mode)) for read_mode in (True, False)}
+
+
+@pytest.fixture
+def moriio_pair(request: pytest.FixtureRequest, pair_pool) -> Cluster:
+    return pair_pool.get(MORIIO[request.param])
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("moriio_pair", [True, False], indirect=True, ids=["read", "write"])
+def test_a_moriio_user_changes_one_line(moriio_pair: Cluster) -> None:
+    """Under the router that finds its servers, over MoRI-IO."""
+    for num_tokens in (24, 983):
+        prompt = prompt_of(num_tokens, seed=num_tokens)
+        expected = alone(moriio_pair, prompt)
+        answer = api.complete(moriio_pair.router.url, prompt, cache_salt=salt())
+        assert assert_same(answer, expected, "remote")["transport"] == "mori"
+    assert_drained(moriio_pair)

@@ -50,7 +50,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         join_logs()
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        settings = config.parse(extra, log_ignored=role is KVConnectorRole.SCHEDULER)
+        settings = self.parse_settings(extra, log_ignored=role is KVConnectorRole.SCHEDULER)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -83,6 +83,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     # Class-level answers.
 
     @classmethod
+    def parse_settings(cls, extra_config: Mapping[str, Any], log_ignored: bool) -> config.Config:
+        """`kv_connector_extra_config`, checked. Raises ConfigError."""
+        return config.parse(extra_config, log_ignored)
+
+    @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVFerryStats:
         return KVFerryStats(data=data) if data else KVFerryStats()
 
@@ -103,7 +108,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
         Without it WRITE works all the same: everything is sent when the step has ended.
         """
-        return config.parse(extra_config, log_ignored=False).mode == "write"
+        return cls.parse_settings(extra_config, log_ignored=False).mode == "write"
 
     @property
     def supports_sleep_mode(self) -> bool:
