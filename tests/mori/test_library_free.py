@@ -122,6 +122,7 @@ def test_kinds_of_memory() -> None:
             memory_of(Region(0, 1, device), "region 0", "rdma")
 
 
+@pytest.mark.timeout(1200)  # it may be the first to build it
 def test_the_environment_leaves_torch_alone_when_asked() -> None:
     """vLLM runs in it with its own torch, the tests with a stand-in."""
     assert "torch_stub" in environment()["PYTHONPATH"]

@@ -175,18 +175,26 @@ class Engine:
         return self._library is None
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Raises TransportError that names the region and its device."""
-        for i, region in enumerate(regions):
-            on_gpu, device_id = memory_of(region, f"region {i}", self.settings.backend)
-            where = self._io.MemoryLocationType.GPU if on_gpu else self._io.MemoryLocationType.CPU
-            what = f"mori: region {i} on {region.device!r} can't be registered"
-            try:
-                desc = self._library.register_memory(region.address, region.length_bytes, device_id, where)
-            except Exception as error:
-                raise TransportError(f"{what}: {text_of(error)}") from error
-            self._memories.append(desc)
-            if self.settings.backend == "xgmi" and not any(desc.ipc_handle):
-                raise TransportError(f"{what}: HIP gives no handle for address {region.address:#x}")
+        """All of them or none. Raises TransportError that names the region and its device."""
+        try:
+            for i, region in enumerate(regions):
+                self._memories.append(self._register(region, f"region {i}"))
+        except BaseException:
+            _deregister(self._library, self._memories)
+            raise
+
+    def _register(self, region: Region, what: str) -> Any:
+        on_gpu, device_id = memory_of(region, what, self.settings.backend)
+        where = self._io.MemoryLocationType.GPU if on_gpu else self._io.MemoryLocationType.CPU
+        refused = f"mori: {what} on {region.device!r} can't be registered"
+        try:
+            desc = self._library.register_memory(region.address, region.length_bytes, device_id, where)
+        except Exception as error:
+            raise TransportError(f"{refused}: {text_of(error)}") from error
+        if self.settings.backend == "xgmi" and not any(desc.ipc_handle):
+            quietly(self._library.deregister_memory, desc)
+            raise TransportError(f"{refused}: HIP gives no handle for address {region.address:#x}")
+        return desc
 
     def desc(self) -> Any:
         """MoRI's description of it."""
@@ -226,6 +234,10 @@ def _give_back(library: Any, links: dict[str, Link], memories: list[Any]) -> Non
     for link in links.values():
         link.close()
     links.clear()
+    _deregister(library, memories)
+
+
+def _deregister(library: Any, memories: list[Any]) -> None:
     for memory in memories:
         quietly(library.deregister_memory, memory)
     memories.clear()

@@ -10,7 +10,7 @@ from kvferry.layout import Region
 from kvferry.transport import hostmem
 from kvferry.transport.base import PeerLost
 from kvferry.transport.mori_data import Piece, Record
-from kvferry.transport.mori_engine import Engine, Link
+from kvferry.transport.mori_engine import Engine, Link, text_of
 
 _SQ_FULL = re.compile(r"SQ full .*? max=(\d+)")
 _STARTED_NOTHING = ("ERR_INVALID_ARGS", "ERR_NOT_FOUND", "ERR_BAD_STATE")
@@ -96,9 +96,14 @@ class MoriHandle:
         share = self._settings.queue_share(len(piece.lengths))
         if link.queued + share > self._settings.max_send_wr:
             return False
-        session = link.session(*piece.regions)
-        call = session.batch_write if self.write else session.batch_read
-        status = call(piece.local_offsets, piece.remote_offsets, piece.lengths, session.allocate_transfer_uid())
+        try:
+            session = link.session(*piece.regions)
+            call = session.batch_write if self.write else session.batch_read
+            status = call(piece.local_offsets, piece.remote_offsets, piece.lengths, session.allocate_transfer_uid())
+        except Exception as error:
+            # What of it was started is not known then.
+            self._call_failed("the library raised", text_of(error))
+            return True
         code = status.Code().name
         if code not in ("SUCCESS", "IN_PROGRESS") and not self._refused(len(piece.lengths), code, status.Message()):
             return False

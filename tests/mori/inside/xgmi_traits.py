@@ -145,11 +145,16 @@ def test_memory_of_the_wrong_kind_is_refused_by_name(side: MakeSide) -> None:
     with pytest.raises(TransportError, match="region 0 is on 'cpu': backend 'xgmi' moves GPU memory only"):
         fresh.register([Region(buffer.ctypes.data, 4096)])
     fresh.close()
-    fresh = make("mori", {"backend": "xgmi"})
-    with pytest.raises(TransportError, match="region 0 on 'cuda:0' can't be registered: HIP gives no handle"):
-        fresh.register([Region(buffer.ctypes.data, 4096, "cuda:0")])
-    fresh.close()
+    fresh, good = make("mori", {"backend": "xgmi"}), allocate("device", 4096)
+    unknown = Region(buffer.ctypes.data, 4096, "cuda:0")
+    with pytest.raises(TransportError, match="region 1 on 'cuda:0' can't be registered: HIP gives no handle"):
+        fresh.register([Region(good.ctypes.data, 4096, "cuda:0"), unknown])
+    fresh.register([Region(good.ctypes.data, 4096, "cuda:0")])
     here, there = side(), side()
+    there.buffers[0][:] = pattern(4, SIZES[0])
+    finish(fresh, fresh.read(fresh.connect(there.transport.record()), [batch([0], [0], [4096])]))
+    assert np.array_equal(good, pattern(4, SIZES[0])[:4096])
+    fresh.close()
     record = there.transport.record()
     on_cpu = [{"address": 4096, "length_bytes": 4096, "device": "cpu"}] * 2
     for wrong, text in (
