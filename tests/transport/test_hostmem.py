@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from transport_harness import pattern
@@ -88,6 +89,15 @@ def test_who_a_process_is() -> None:
     child.communicate()
     assert hostmem.process_gone(child.pid, started)
     assert hostmem.start_time(child.pid) == 0
+
+
+def test_a_process_of_another_host_is_never_proven_gone() -> None:
+    own = hostmem.Process.own()
+    assert (own.pid, own.on_this_host(), own.gone()) == (os.getpid(), True, False)
+    earlier = msgspec.structs.replace(own, start_time=own.start_time - 1)
+    assert earlier.gone()
+    elsewhere = msgspec.structs.replace(earlier, host="5f0c/pid:[1]")
+    assert (elsewhere.on_this_host(), elsewhere.gone()) == (False, False)
 
 
 def test_a_process_that_proc_hides_is_not_proven_gone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from transport_harness import (
     PeerProcess,
     Side,
     batch,
+    changed,
     finish,
     give_back,
     moved,
@@ -50,10 +51,6 @@ def peer_of() -> Iterator[Callable[[Kit], PeerProcess]]:
     yield start
     for peer in started:
         peer.kill()
-
-
-def changed(record: bytes, **fields: Any) -> bytes:
-    return msgspec.msgpack.encode({**msgspec.msgpack.decode(record), **fields})
 
 
 @pytest.mark.parametrize("memory", ["memfd", "/dev/shm file"])
@@ -144,17 +141,17 @@ def test_a_closed_transport_in_this_process_is_a_lost_peer() -> None:
 def test_a_pid_used_again_is_not_the_peer(peer_of: Any) -> None:
     peer = peer_of(LOCAL)
     record = peer.start()
-    started = msgspec.msgpack.decode(record)["start_time"]
+    started = msgspec.msgpack.decode(record)["process"]["start_time"]
     here = Side(LOCAL)
     with pytest.raises(PeerLost, match="gone"):
-        here.transport.connect(changed(record, start_time=started - 1))
+        here.transport.connect(changed(record, process={"start_time": started - 1}))
     with pytest.raises(PeerLost, match="closed"):
         here.transport.connect(changed(record, token=bytes(range(16))))
 
 
 def test_another_host_is_not_reached(peer_of: Any) -> None:
     here = Side(LOCAL)
-    record = changed(peer_of(LOCAL).start(), host="5f0c/pid:[1]")
+    record = changed(peer_of(LOCAL).start(), process={"host": "5f0c/pid:[1]"})
     assert not here.transport.reaches(record)
     with pytest.raises(TransportError, match=r"another host: 5f0c/pid:\[1\], this is"):
         here.transport.connect(record)
@@ -174,7 +171,7 @@ def test_another_user_is_told_what_to_allow() -> None:
     there = Side(LOCAL)
     record = there.transport.record()
     if os.geteuid():
-        record = changed(record, pid=1, start_time=hostmem.start_time(1))
+        record = changed(record, process={"pid": 1, "start_time": hostmem.start_time(1)})
     program = (
         "import os, sys\n"
         "from kvferry.transport.registry import make\n"

@@ -14,7 +14,20 @@ import msgspec
 import numpy as np
 import pytest
 import verbs_stand_in
-from transport_harness import SIZES, Kit, PeerProcess, Side, batch, digest, finish, give_back, pattern, settle, waiting
+from transport_harness import (
+    SIZES,
+    Kit,
+    PeerProcess,
+    Side,
+    batch,
+    changed,
+    digest,
+    finish,
+    give_back,
+    pattern,
+    settle,
+    waiting,
+)
 
 from kvferry.layout import Region
 from kvferry.transport import mooncake, mooncake_library, mooncake_queue
@@ -60,10 +73,6 @@ def side() -> Iterator[Callable[..., Side]]:
     yield build
     for one in made:
         one.transport.close()
-
-
-def changed(record: bytes, **fields: Any) -> bytes:
-    return msgspec.msgpack.encode({**msgspec.msgpack.decode(record), **fields})
 
 
 def fields_of(record: bytes) -> dict[str, Any]:
@@ -166,14 +175,14 @@ def test_records_must_agree(side: Any) -> None:
     for wrong, text in (
         ({"version": "0.3.12"}, f"version of the peer is 0.3.12, here {version}"),
         ({"protocol": "rdma"}, "protocol of the peer is 'rdma', here 'tcp'"),
-        ({"host_id": "elsewhere"}, "loopback address, 127.0.0.1, and is on another host"),
+        ({"process": {"host": "elsewhere"}}, "loopback address, 127.0.0.1, and is on another host"),
         ({"host": "example.org"}, "host 'example.org' is no IPv4 address"),
         ({"host": "0.0.0.0"}, "host '0.0.0.0' is no IPv4 address of one machine"),
     ):
         assert not here.transport.reaches(changed(record, **wrong))
         with pytest.raises(TransportError, match=text):
             here.transport.connect(changed(record, **wrong))
-    elsewhere = changed(record, host="192.0.2.7", host_id="elsewhere", version=f"{version}.dev1")
+    elsewhere = changed(record, host="192.0.2.7", process={"host": "elsewhere"}, version=f"{version}.dev1")
     assert here.transport.reaches(elsewhere)
 
 
@@ -217,7 +226,8 @@ def test_a_stopped_peer_is_not_quiet(side: Any, spawn: Any) -> None:
 def test_a_failed_write_to_another_host_is_never_quiet(side: Any, spawn: Any) -> None:
     here, peer = side((BIG,)), spawn()
     connected, handle = half_way(here, peer, "write")
-    connected._same_host = False
+    process = connected.process
+    connected.process = msgspec.structs.replace(process, host="elsewhere")
     peer.kill()
     assert settle(here.transport, handle).state is State.FAILED
     # Until the library has seen the end of each as well, it would be False anyway.
@@ -229,7 +239,7 @@ def test_a_failed_write_to_another_host_is_never_quiet(side: Any, spawn: Any) ->
     here.transport.close()
     assert not here.transport.release(handle)
     assert here.transport.poll(handle).state is State.FAILED
-    connected._same_host = True
+    connected.process = process
     assert here.transport.release(handle)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from transport_harness import Kit, PeerProcess, Side, batch, finish, give_back, pattern, settle, waiting
+from transport_harness import Kit, PeerProcess, Side, batch, changed, finish, give_back, pattern, settle, waiting
 
 from kvferry.layout import Region
 from kvferry.transport import nixl
@@ -39,10 +39,6 @@ def big() -> Iterator[Side]:
     side = Side(TCP, (BIG,))
     yield side
     side.transport.close()
-
-
-def changed(record: bytes, **fields: Any) -> bytes:
-    return msgspec.msgpack.encode({**msgspec.msgpack.decode(record), **fields})
 
 
 def half_way(here: Side, peer: PeerProcess) -> tuple[Any, Any]:
@@ -114,11 +110,10 @@ def test_with_an_rdma_device_a_failed_read_is_not_quiet(
     assert big.transport.release(handle)
 
 
-def test_a_failed_write_to_another_host_is_never_quiet(big: Side, spawn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_to_another_host_is_never_quiet(big: Side, spawn: Any) -> None:
     peer = spawn()
     peer.start((BIG,))
-    monkeypatch.setattr(big.transport, "_host", "elsewhere")
-    connected = big.transport.connect(peer.record)
+    connected = big.transport.connect(changed(peer.record, process={"host": "elsewhere"}))
     handle = big.transport.write(connected, [batch([0], [0], [BIG])])
     assert big.transport.poll(handle).state is State.PENDING
     peer.kill()

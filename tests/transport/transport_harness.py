@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from kvferry.layout import Region
@@ -243,6 +244,13 @@ def outcome(transport: Transport, post: Any) -> str:
 
 def digest(data: np.ndarray) -> str:
     return hashlib.blake2b(data.tobytes()).hexdigest()
+
+
+def changed(record: bytes, **fields: Any) -> bytes:
+    """The record with other values; of a field that is a dict, only those that are named."""
+    old = msgspec.msgpack.decode(record)
+    nested = {name: {**old[name], **value} for name, value in fields.items() if isinstance(value, dict)}
+    return msgspec.msgpack.encode({**old, **fields, **nested})
 
 
 def open_files() -> int:

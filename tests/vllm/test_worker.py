@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from agent_engines import BLOCK, HEAD, LAYERS, Engine, Engines, eventually, requ
 from kvferry import records
 from kvferry.control.addresses import host_id
 from kvferry.records import EngineRecord
+from kvferry.transport.local import LocalTransport
 from kvferry.vllm import attention, config, specs
 from kvferry.vllm.attention import Backend
 from kvferry.vllm.groups import UnsupportedCache
@@ -170,6 +172,22 @@ def test_a_dead_agent_fails_what_runs_and_what_comes(worker: WorkerSide, steps: 
     steps.step(load_of(producer, "a", [3, 4]))
     steps.step(load_of(producer, "b", [5, 6]))
     assert (steps.finished, steps.failed) == (["a", "b"], ["a", "b"])
+
+
+def test_memory_is_not_given_up_while_a_transport_may_touch_it(
+    worker: WorkerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, close = threading.Event(), LocalTransport.close
+    monkeypatch.setattr(LocalTransport, "close", lambda transport: (go_on.wait(60), close(transport)))
+    monkeypatch.setattr("kvferry.vllm.worker.STOP_S", 0.0)
+    worker.register_kv_caches(kv_caches())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="its memory can't be given up"):
+            worker.unregister_kv_caches()
+    go_on.set()
+    monkeypatch.setattr("kvferry.vllm.worker.STOP_S", 60.0)
+    worker.unregister_kv_caches()
+    assert worker.get_handshake_metadata() is None
 
 
 def test_sleep_takes_the_memory_and_waking_publishes_it_anew(

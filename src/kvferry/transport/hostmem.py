@@ -13,12 +13,13 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Annotated, NamedTuple, cast
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Iovecs = npt.NDArray[np.uint64]
 """(n, 2): address, length in bytes; as the system's struct iovec."""
 
@@ -43,8 +44,33 @@ class CopyError(OSError):
 
 def host_id() -> str:
     """Equal for two processes that see the same process ids: this boot of the host, and the pid namespace."""
+    return _host_id_of(os.getpid())
+
+
+@functools.cache
+def _host_id_of(pid: int) -> str:
+    """A process keeps both for its life; a child that it forks may not."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+
+
+class Process(msgspec.Struct, frozen=True):
+    """One process, as it is told to others. host: its `host_id`; start_time: in clock ticks since boot."""
+
+    host: str
+    pid: Natural
+    start_time: Natural
+
+    @classmethod
+    def own(cls) -> Process:
+        return cls(host_id(), os.getpid(), start_time(os.getpid()))
+
+    def on_this_host(self) -> bool:
+        return self.host == host_id()
+
+    def gone(self) -> bool:
+        """Whether it is proven gone, its memory with it; never proven from another host."""
+        return self.on_this_host() and process_gone(self.pid, self.start_time)
 
 
 class _Stat(NamedTuple):

@@ -36,6 +36,8 @@ from kvferry.transport.base import (
     TransportUnavailable,
 )
 from kvferry.transport.batches import check_batches
+from kvferry.transport.hostmem import Natural
+from kvferry.transport.remote import RemoteRecord, RemoteWorker, decode_record
 
 Gate = Callable[[], bool]
 
@@ -44,26 +46,21 @@ _TOKEN_BYTES = 16
 _MEMMOVE_BYTES = 64 << 10
 """From descriptors of this size on, a copy between mappings is faster than the system call, which pins each page;
 below, one call for a thousand descriptors is, and gives the GIL back less often."""
-_Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _FORBIDDEN = (errno.EPERM, errno.EACCES, errno.ENOSYS)
 
 
 class _Span(msgspec.Struct, frozen=True):
-    address: _Natural
-    length_bytes: _Natural
+    address: Natural
+    length_bytes: Natural
     shared: hostmem.Shared | None
 
 
-class _Record(msgspec.Struct, frozen=True):
+class _Record(RemoteRecord, frozen=True):
     """What a peer needs. token lies at token_address for as long as the transport is open."""
 
-    kind: str
-    host: str
-    pid: _Natural
-    start_time: _Natural
-    uid: _Natural
+    uid: Natural
     token: Annotated[bytes, msgspec.Meta(min_length=_TOKEN_BYTES, max_length=_TOKEN_BYTES)]
-    token_address: _Natural
+    token_address: Natural
     regions: tuple[_Span, ...]
 
 
@@ -79,34 +76,25 @@ class _Way(NamedTuple):
     mapped: bool
 
 
-class LocalPeer:
+class LocalPeer(RemoteWorker):
     """A connected worker of this host. Its regions are reached in this process, through a mapping, or by its pid."""
 
     def __init__(self, record: _Record) -> None:
-        self.regions = tuple(Region(span.address, span.length_bytes) for span in record.regions)
+        name = f"local:{record.process.pid}:{record.token.hex()[:8]}"
+        regions = tuple(Region(span.address, span.length_bytes) for span in record.regions)
+        super().__init__(name, regions, record.process)
         self._record = record
         self._mappings: dict[int, hostmem.Mapping] = {}
-        self._same_process = record.pid == os.getpid()
-        self._connected = True
-
-    @property
-    def name(self) -> str:
-        return f"local:{self._record.pid}:{self._record.token.hex()[:8]}"
+        self._same_process = record.process.pid == os.getpid()
 
     def check_alive(self) -> None:
         """Raises PeerLost when the process is gone (a pid used again is not it) or has closed its transport."""
-        if not self._connected:
-            raise PeerLost(f"{self.name}: disconnected")
-        if self.process_gone():
-            raise PeerLost(f"{self.name}: the process that started at {self._record.start_time} is gone")
+        super().check_alive()
         if self._same_process:
             if self._record.token not in _here:
                 raise PeerLost(f"{self.name}: its transport is closed")
         elif self._read_token() not in (None, self._record.token):
             raise PeerLost(f"{self.name}: its transport is closed")
-
-    def process_gone(self) -> bool:
-        return hostmem.process_gone(self._record.pid, self._record.start_time)
 
     def open_regions(self) -> None:
         """Find a way to each region and try it. Raises TransportError that says why there is none."""
@@ -121,7 +109,7 @@ class LocalPeer:
     def reach(self, region: int) -> _Way:
         """How a region is reached now. Raises OSError when it is gone."""
         if region not in self._mappings:
-            return _Way(self._record.pid, self.regions[region].address, mapped=False)
+            return _Way(self.process.pid, self.regions[region].address, mapped=False)
         if not self._mappings[region].intact():
             raise OSError(errno.EFAULT, f"the shared memory of region {region} has shrunk")
         return _Way(os.getpid(), self._mappings[region].address, mapped=True)
@@ -142,7 +130,7 @@ class LocalPeer:
         return TransportError(f"{self.name}: {error.strerror}")
 
     def close(self) -> None:
-        self._connected = False
+        self.connected = False
         for mapping in self._mappings.values():
             mapping.close()
         self._mappings.clear()
@@ -150,7 +138,7 @@ class LocalPeer:
     def _read_token(self) -> bytes | None:
         """What now lies where the open transport keeps its token; None where reading is forbidden."""
         try:
-            return hostmem.read_bytes(self._record.pid, self._record.token_address, _TOKEN_BYTES)
+            return hostmem.read_bytes(self.process.pid, self._record.token_address, _TOKEN_BYTES)
         except hostmem.CopyError as error:
             if error.errno in _FORBIDDEN:
                 return None
@@ -162,7 +150,7 @@ class LocalPeer:
         if span.shared is None:
             return False
         try:
-            self._mappings[index] = hostmem.Mapping(self._record.pid, span.shared, span.length_bytes)
+            self._mappings[index] = hostmem.Mapping(self.process.pid, span.shared, span.length_bytes)
         except (OSError, ValueError, OverflowError):
             # Another mount namespace, no permission, a sealed file: the other way may work.
             return False
@@ -170,7 +158,7 @@ class LocalPeer:
 
     def _probe(self, index: int, span: _Span) -> None:
         try:
-            hostmem.check_readable(self._record.pid, span.address, span.length_bytes)
+            hostmem.check_readable(self.process.pid, span.address, span.length_bytes)
         except hostmem.CopyError as error:
             cause = self.error_of(error)
             raise type(cause)(f"region {index}: {cause}") from error
@@ -218,7 +206,6 @@ class LocalTransport:
         self._wire_free_at = 0.0
         self._gate = _file_gate(gate) if isinstance(gate, str) else gate
         self._max_inflight = max_inflight
-        self._host = hostmem.host_id()
         self._regions: tuple[Region, ...] = ()
         self._handles: set[LocalHandle] = set()
         self._unseen: set[LocalHandle] = set()
@@ -251,13 +238,10 @@ class LocalTransport:
         self._check_open()
         if not self._regions:
             raise TransportError("local: record: nothing is registered")
-        pid = os.getpid()
         return msgspec.msgpack.encode(
             _Record(
                 kind=_KIND,
-                host=self._host,
-                pid=pid,
-                start_time=hostmem.start_time(pid),
+                process=hostmem.Process.own(),
                 uid=os.getuid(),
                 token=self._token.raw,
                 token_address=ctypes.addressof(self._token),
@@ -270,14 +254,14 @@ class LocalTransport:
 
     def reaches(self, record: bytes) -> bool:
         try:
-            self._open_peer(_decode(record)).close()
+            self._open_peer(decode_record(record, _Record, "local", _KIND)).close()
         except TransportError:
             return False
         return True
 
     def connect(self, record: bytes) -> LocalPeer:
         self._check_open()
-        peer = self._open_peer(_decode(record))
+        peer = self._open_peer(decode_record(record, _Record, "local", _KIND))
         self._peers.add(peer)
         return peer
 
@@ -331,8 +315,9 @@ class LocalTransport:
             raise TransportError("local: the transport is closed")
 
     def _open_peer(self, record: _Record) -> LocalPeer:
-        if record.host != self._host:
-            raise TransportError(f"local: the peer is on another host: {record.host}, this is {self._host}")
+        if not record.process.on_this_host():
+            here, there = hostmem.host_id(), record.process.host
+            raise TransportError(f"local: the peer is on another host: {there}, this is {here}")
         peer = LocalPeer(record)
         try:
             peer.check_alive()
@@ -396,16 +381,6 @@ def _iovecs(base: int, offsets: Offsets, lengths: Offsets) -> hostmem.Iovecs:
     vecs[:, 0] = offsets.astype(np.uint64) + np.uint64(base)
     vecs[:, 1] = lengths
     return vecs
-
-
-def _decode(record: bytes) -> _Record:
-    try:
-        decoded = msgspec.msgpack.decode(record, type=_Record)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadTransfer(f"local: malformed record of {len(record)} bytes: {error}") from error
-    if decoded.kind != _KIND:
-        raise BadTransfer(f"local: record of kind {decoded.kind!r}, expected {_KIND!r}")
-    return decoded
 
 
 def _check_region(index: int, region: Region) -> None:

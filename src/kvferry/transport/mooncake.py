@@ -31,7 +31,7 @@ from typing import Any
 import msgspec
 
 from kvferry.layout import Region
-from kvferry.transport import hostmem, mooncake_library
+from kvferry.transport import mooncake_library
 from kvferry.transport.base import (
     BadTransfer,
     Batch,
@@ -45,42 +45,22 @@ from kvferry.transport.base import (
     TransportError,
 )
 from kvferry.transport.batches import check_batches
+from kvferry.transport.hostmem import Process
 from kvferry.transport.mooncake_data import KIND, TOKEN_BYTES, Record, Slots, Step, decode, is_address, step_of
 from kvferry.transport.mooncake_library import Engine
 from kvferry.transport.mooncake_queue import Job, Queue, window
+from kvferry.transport.remote import RemoteWorker
 
 _PROTOCOLS = ("tcp", "rdma")
 _CONNECT_S = 3.0
 """How long a peer may take to show that it lives, before Mooncake, which would wait for a minute, is sent there."""
 
 
-class MooncakePeer:
-    """A connected worker."""
-
-    def __init__(self, record: Record, queue: Queue, here: str) -> None:
+class MooncakePeer(RemoteWorker):
+    def __init__(self, record: Record, queue: Queue) -> None:
+        super().__init__(f"mooncake:{record.session}", record.regions, record.process)
         self.record = record
         self.queue = queue
-        self.connected = True
-        self._same_host = record.host_id == here
-
-    @property
-    def name(self) -> str:
-        return f"mooncake:{self.record.session}"
-
-    @property
-    def regions(self) -> tuple[Region, ...]:
-        return self.record.regions
-
-    def process_gone(self) -> bool:
-        """Whether its process is proven gone; never proven from another host."""
-        return self._same_host and hostmem.process_gone(self.record.pid, self.record.start_time)
-
-    def check_alive(self) -> None:
-        """Raises PeerLost for a peer that is known to be gone."""
-        if not self.connected:
-            raise PeerLost(f"{self.name}: disconnected")
-        if self.process_gone():
-            raise PeerLost(f"{self.name}: its process {self.record.pid} is gone")
 
 
 class MooncakeHandle:
@@ -122,7 +102,6 @@ class MooncakeTransport:
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._max_inflight = max_inflight
         self._slots = Slots(self._token, max_inflight)
-        self._host_id = hostmem.host_id()
         self._window = window()
         self._engines = [self._new_engine()]
         self._regions: tuple[Region, ...] = ()
@@ -159,9 +138,7 @@ class MooncakeTransport:
                 protocol=self._protocol,
                 host=self._address,
                 port=self._engines[0].port,
-                host_id=self._host_id,
-                pid=os.getpid(),
-                start_time=hostmem.start_time(os.getpid()),
+                process=Process.own(),
                 regions=self._regions,
                 token_address=self._slots.own_address,
                 token=self._token,
@@ -186,7 +163,7 @@ class MooncakeTransport:
         if queue is None:
             queue = self._open(decoded)
             self._queues[decoded.token] = queue
-        peer = MooncakePeer(decoded, queue, self._host_id)
+        peer = MooncakePeer(decoded, queue)
         peer.check_alive()
         return peer
 
@@ -202,7 +179,7 @@ class MooncakeTransport:
         self._drive(handle)
         job = handle.job
         if not job.ended and handle.peer.process_gone():
-            job.fail(f"its process {handle.peer.record.pid} is gone")
+            job.fail(f"its process {handle.peer.process.pid} is gone")
         if job.failure:
             return Status(State.FAILED, job.failure)
         return Status(State.DONE if job.done else State.PENDING)
@@ -258,7 +235,7 @@ class MooncakeTransport:
             raise TransportError(f"mooncake: version of the peer is {record.version}, here {own}")
         if record.protocol != self._protocol:
             raise TransportError(f"mooncake: protocol of the peer is {record.protocol!r}, here {self._protocol!r}")
-        if record.host_id != self._host_id and ipaddress.ip_address(record.host).is_loopback:
+        if not record.process.on_this_host() and ipaddress.ip_address(record.host).is_loopback:
             raise TransportError(
                 f"mooncake: the peer gives a loopback address, {record.host}, and is on another host: "
                 "set its option host, or VLLM_HOST_IP there"
@@ -288,7 +265,7 @@ class MooncakeTransport:
         self._check_open()
         if not isinstance(peer, MooncakePeer):
             raise BadTransfer(f"mooncake: {type(peer).__name__} is no peer of this transport")
-        checked = check_batches(batches, self._regions, peer.record.regions)
+        checked = check_batches(batches, self._regions, peer.regions)
         if checked and not self._slots.free:
             raise QueueFull(f"mooncake: {self._max_inflight} transfers in flight, max_inflight is {self._max_inflight}")
         peer.check_alive()
@@ -303,7 +280,7 @@ class MooncakeTransport:
     def _steps(self, peer: MooncakePeer, batches: Sequence[Batch], slot: int | None, write: bool) -> list[Step]:
         if slot is None:
             return []
-        moves = step_of(batches, self._regions, peer.record.regions, write=write)
+        moves = step_of(batches, self._regions, peer.regions, write=write)
         proof = self._slots.proof(slot, peer.record)
         return [proof, moves, proof] if write else [moves, proof]
 

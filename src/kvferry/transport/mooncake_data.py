@@ -12,31 +12,28 @@ import numpy.typing as npt
 
 from kvferry.layout import Region
 from kvferry.transport.base import BadTransfer, Batch
+from kvferry.transport.hostmem import Natural
+from kvferry.transport.remote import RemoteRecord, check_regions, decode_record
 
 KIND = "kvferry-mooncake/1"
 TOKEN_BYTES = 16
 
 Addresses = npt.NDArray[np.int64]
-_Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
-class Record(msgspec.Struct, frozen=True):
+class Record(RemoteRecord, frozen=True):
     """What a peer needs.
 
     host, port: where Mooncake is asked for its regions; host is a numeric IPv4 address. token: random bytes of this
-    incarnation, which lie in its memory at token_address. host_id, pid, start_time: the process, see `hostmem`.
+    incarnation, which lie in its memory at token_address.
     """
 
-    kind: str
     version: str
     protocol: str
     host: str
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    host_id: str
-    pid: _Natural
-    start_time: _Natural
     regions: tuple[Region, ...]
-    token_address: _Natural
+    token_address: Natural
     token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 
     @property
@@ -46,17 +43,10 @@ class Record(msgspec.Struct, frozen=True):
 
 
 def decode(record: bytes) -> Record:
-    try:
-        decoded = msgspec.msgpack.decode(record, type=Record)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadTransfer(f"mooncake: malformed record of {len(record)} bytes: {error}") from error
-    if decoded.kind != KIND:
-        raise BadTransfer(f"mooncake: record of kind {decoded.kind!r}, expected {KIND!r}")
+    decoded = decode_record(record, Record, "mooncake", KIND)
     if not is_address(decoded.host):
         raise BadTransfer(f"mooncake: record's host {decoded.host!r} is no IPv4 address of one machine")
-    for i, region in enumerate(decoded.regions):
-        if not (0 <= region.address < 2**63 and 0 < region.length_bytes < 2**63 - region.address):
-            raise BadTransfer(f"mooncake: record's region {i}: address {region.address}, length {region.length_bytes}")
+    check_regions(decoded.regions, "mooncake")
     return decoded
 
 

@@ -28,7 +28,6 @@ tells of their end.
 from __future__ import annotations
 
 import ipaddress
-import os
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -36,7 +35,6 @@ from collections.abc import Sequence
 import msgspec
 
 from kvferry.layout import Region
-from kvferry.transport import hostmem
 from kvferry.transport.base import (
     BadTransfer,
     Batch,
@@ -50,6 +48,7 @@ from kvferry.transport.base import (
     TransportError,
 )
 from kvferry.transport.batches import check_batches
+from kvferry.transport.hostmem import Process
 from kvferry.transport.mori_data import KIND, Record, decode, digest_of, memory_of, pieces
 from kvferry.transport.mori_engine import Engine, Settings, import_io
 from kvferry.transport.mori_transfer import MoriHandle, MoriPeer
@@ -90,7 +89,6 @@ class MoriTransport:
             max_send_wr=max_send_wr,
         )
         self._io, self._version = import_io()
-        self._host = hostmem.host_id()
         self._regions: tuple[Region, ...] = ()
         self._handles: set[MoriHandle] = set()
         self._home = Engine(self._io, self._settings)
@@ -141,9 +139,7 @@ class MoriTransport:
                 engine=self._home.key,
                 node=desc.node_id,
                 address=self._settings.host,
-                host=self._host,
-                pid=os.getpid(),
-                start_time=hostmem.start_time(os.getpid()),
+                process=Process.own(),
                 regions=self._regions,
                 engine_desc=packed,
                 memory_descs=memories,
@@ -165,13 +161,13 @@ class MoriTransport:
         self._check_open()
         decoded = decode(record)
         self._check_same(decoded)
-        if decoded.host == self._host and hostmem.process_gone(decoded.pid, decoded.start_time):
-            raise PeerLost(f"mori:{decoded.engine}: its process {decoded.pid} is gone")
+        if decoded.process.gone():
+            raise PeerLost(f"mori:{decoded.engine}: its process {decoded.process.pid} is gone")
         if not self._regions:
             raise TransportError("mori: connect: nothing is registered")
         engine = self._engine_for(decoded)
         try:
-            peer = MoriPeer(decoded, engine, engine.link(decoded), self._host)
+            peer = MoriPeer(decoded, engine, engine.link(decoded))
         finally:
             self._retire(engine)
         peer.link.users += 1
@@ -245,7 +241,7 @@ class MoriTransport:
         node = self._home.desc().node_id
         if backend == "xgmi" and record.node != node:
             raise TransportError(f"mori: backend 'xgmi' stays within a host: the peer is on {record.node}, here {node}")
-        if backend == "rdma" and record.host != self._host and _is_loopback(record.address):
+        if backend == "rdma" and not record.process.on_this_host() and _is_loopback(record.address):
             raise TransportError(
                 f"mori: the peer on another host advertises the loopback address {record.address}; set its option host"
             )
@@ -268,7 +264,7 @@ class MoriTransport:
         self._check_open()
         if not isinstance(peer, MoriPeer):
             raise BadTransfer(f"mori: {type(peer).__name__} is no peer of this transport")
-        checked = check_batches(batches, self._regions, peer.record.regions)
+        checked = check_batches(batches, self._regions, peer.regions)
         peer.check_alive()
         waiting = deque(pieces(checked, self._settings.piece_descriptors()))
         for pair in {piece.regions for piece in waiting}:

@@ -11,30 +11,26 @@ import numpy as np
 
 from kvferry.layout import Region
 from kvferry.transport.base import BadTransfer, Batch, Offsets, TransportError
+from kvferry.transport.remote import RemoteRecord, check_regions, decode_record
 
 KIND = "kvferry-mori/1"
 CALL_BYTES = 1 << 30
 """At most so much in one call: MoRI joins neighbours within it, and a network card takes no longer message."""
-_Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
-class Record(msgspec.Struct, frozen=True):
+class Record(RemoteRecord, frozen=True):
     """What a peer needs.
 
     engine: MoRI's key of this incarnation. node: MoRI's name of the host. address: of the engine's TCP server.
     digest: of the packed descriptions, which MoRI parses in C++.
     """
 
-    kind: str
     version: str
     backend: str
     engine: _Name
     node: str
     address: str
-    host: str
-    pid: _Natural
-    start_time: _Natural
     regions: tuple[Region, ...]
     engine_desc: bytes
     memory_descs: tuple[bytes, ...]
@@ -95,21 +91,14 @@ def _short(local: Offsets, remote: Offsets, lengths: Offsets) -> tuple[Offsets, 
 
 def decode(record: bytes) -> Record:
     """Raises BadTransfer for what is no record of this transport, before any of it reaches the library."""
-    try:
-        decoded = msgspec.msgpack.decode(record, type=Record)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadTransfer(f"mori: malformed record of {len(record)} bytes: {error}") from error
-    if decoded.kind != KIND:
-        raise BadTransfer(f"mori: record of kind {decoded.kind!r}, expected {KIND!r}")
+    decoded = decode_record(record, Record, "mori", KIND)
     if len(decoded.memory_descs) != len(decoded.regions):
         raise BadTransfer(
             f"mori: record has {len(decoded.regions)} regions and {len(decoded.memory_descs)} memory descriptions"
         )
     if decoded.digest != digest_of(decoded.engine_desc, decoded.memory_descs):
         raise BadTransfer(f"mori: digest of the record's {1 + len(decoded.memory_descs)} descriptions does not match")
-    for i, region in enumerate(decoded.regions):
-        if not (0 <= region.address < 2**63 and 0 < region.length_bytes < 2**63):
-            raise BadTransfer(f"mori: record's region {i}: address {region.address}, length {region.length_bytes}")
+    check_regions(decoded.regions, "mori")
     return decoded
 
 

@@ -6,11 +6,10 @@ import re
 from collections import deque
 from typing import Any, NamedTuple
 
-from kvferry.layout import Region
-from kvferry.transport import hostmem
 from kvferry.transport.base import PeerLost
 from kvferry.transport.mori_data import Piece, Record
 from kvferry.transport.mori_engine import Engine, Link, text_of
+from kvferry.transport.remote import RemoteWorker
 
 _SQ_FULL = re.compile(r"SQ full .*? max=(\d+)")
 _STARTED_NOTHING = ("ERR_INVALID_ARGS", "ERR_NOT_FOUND", "ERR_BAD_STATE")
@@ -18,34 +17,17 @@ _COMPLETIONS = ("Work Request Flushed", "local ", "remote ", "transport retry", 
 """How verbs' words for a failed completion begin; what a call says that fails as it posts begins otherwise."""
 
 
-class MoriPeer:
-    """A connected worker: its record, and the link over which one of our engines reaches it."""
+class MoriPeer(RemoteWorker):
+    """A connected worker, and the link over which one of our engines reaches it."""
 
-    def __init__(self, record: Record, engine: Engine, link: Link, here: str) -> None:
-        self.record = record
+    def __init__(self, record: Record, engine: Engine, link: Link) -> None:
+        super().__init__(f"mori:{record.engine}", record.regions, record.process)
         self.engine = engine
         self.link = link
-        self.connected = True
-        self._same_host = record.host == here
-
-    @property
-    def name(self) -> str:
-        return f"mori:{self.record.engine}"
-
-    @property
-    def regions(self) -> tuple[Region, ...]:
-        return self.record.regions
-
-    def process_gone(self) -> bool:
-        """Whether its process is proven gone; never proven from another host."""
-        return self._same_host and hostmem.process_gone(self.record.pid, self.record.start_time)
 
     def check_alive(self) -> None:
         """Raises PeerLost for a peer that is known to be gone, or can't be reached over this link any more."""
-        if not self.connected:
-            raise PeerLost(f"{self.name}: disconnected")
-        if self.process_gone():
-            raise PeerLost(f"{self.name}: its process {self.record.pid} is gone")
+        super().check_alive()
         if self.link.dead:
             raise PeerLost(f"{self.name}: the queue pair to it has died ({self.link.dead}); connect again")
 
@@ -146,7 +128,7 @@ class MoriHandle:
 
     def _look_at_peer(self) -> None:
         if self.peer.process_gone():
-            self.fail(f"its process {self.peer.record.pid} is gone")
+            self.fail(f"its process {self.peer.process.pid} is gone")
         elif self.peer.link.dead and self.waiting:
             self.fail(self.peer.link.dead)
 

@@ -47,6 +47,7 @@ from kvferry.transport.base import (
 )
 from kvferry.transport.batches import check_batches
 from kvferry.transport.nixl_data import KIND, MemoryPair, Record, Rows, by_memory, decode, digest_of, memory_of
+from kvferry.transport.remote import RemoteWorker
 
 _WHEELS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 _RDMA_DEVICES = Path("/sys/class/infiniband")
@@ -60,35 +61,16 @@ class _Remote:
         self.lost = False
 
 
-class NixlPeer:
-    """A connected worker."""
-
-    def __init__(self, record: Record, remote: _Remote, here: str) -> None:
+class NixlPeer(RemoteWorker):
+    def __init__(self, record: Record, remote: _Remote) -> None:
+        super().__init__(f"nixl:{record.agent}", record.regions, record.process)
         self.record = record
         self.remote = remote
-        self.connected = True
-        self._same_host = record.host == here
-
-    @property
-    def name(self) -> str:
-        return f"nixl:{self.record.agent}"
-
-    @property
-    def regions(self) -> tuple[Region, ...]:
-        return self.record.regions
-
-    def process_gone(self) -> bool:
-        """Whether its process is proven gone; never proven from another host."""
-        return self._same_host and hostmem.process_gone(self.record.pid, self.record.start_time)
 
     def check_alive(self) -> None:
-        """Raises PeerLost for a peer that is known to be gone."""
-        if not self.connected:
-            raise PeerLost(f"{self.name}: disconnected")
+        super().check_alive()
         if self.remote.lost:
             raise PeerLost(f"{self.name}: NIXL has reported it disconnected; disconnect, then connect again")
-        if self.process_gone():
-            raise PeerLost(f"{self.name}: its process {self.record.pid} is gone")
 
 
 class NixlHandle:
@@ -125,7 +107,6 @@ class NixlTransport:
         self._version = importlib.metadata.version(api.__name__.split(".")[0].replace("_", "-"))
         self._agent_name = f"kvferry-{secrets.token_hex(16)}"
         self._agent = _make_agent(api, self._agent_name, backend, backend_params or {})
-        self._host = hostmem.host_id()
         self._regions: tuple[Region, ...] = ()
         self._registered: list[Any] = []
         self._handles: set[NixlHandle] = set()
@@ -167,9 +148,7 @@ class NixlTransport:
                 version=self._version,
                 backend=self._backend,
                 agent=self._agent_name,
-                host=self._host,
-                pid=os.getpid(),
-                start_time=hostmem.start_time(os.getpid()),
+                process=hostmem.Process.own(),
                 regions=self._regions,
                 metadata=metadata,
                 digest=digest_of(metadata),
@@ -189,7 +168,7 @@ class NixlTransport:
         decoded = decode(record)
         self._check_same(decoded)
         remote = self._remotes.get(decoded.agent, _Remote())
-        peer = NixlPeer(decoded, remote, self._host)
+        peer = NixlPeer(decoded, remote)
         peer.check_alive()
         if not remote.users:
             try:
@@ -211,7 +190,7 @@ class NixlTransport:
             return Status(State.FAILED, "nixl: not a live handle of this transport")
         self._drive(handle)
         if handle.pending and not handle.failure and handle.peer.process_gone():
-            handle.failure = f"{handle.peer.name}: its process {handle.peer.record.pid} is gone"
+            handle.failure = f"{handle.peer.name}: its process {handle.peer.process.pid} is gone"
         if handle.failure:
             return Status(State.FAILED, handle.failure)
         return Status(State.PENDING if handle.pending else State.DONE)

@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from kvferry.layout import Region
 from kvferry.transport.base import BadTransfer, Batch, Offsets, TransportError
+from kvferry.transport.remote import RemoteRecord, check_regions, decode_record
 
 KIND = "kvferry-nixl/1"
-_Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 Rows = npt.NDArray[np.uint64]
 """(n, 3): address, length in bytes, device number."""
@@ -22,16 +22,12 @@ MemoryPair = tuple[str, str]
 """NIXL's kinds of the local and the remote memory: "DRAM" or "VRAM"."""
 
 
-class Record(msgspec.Struct, frozen=True):
+class Record(RemoteRecord, frozen=True):
     """What a peer needs. agent: NIXL's name of this incarnation; digest: of the metadata, which NIXL parses in C++."""
 
-    kind: str
     version: str
     backend: str
     agent: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
-    host: str
-    pid: _Natural
-    start_time: _Natural
     regions: tuple[Region, ...]
     metadata: bytes
     digest: bytes
@@ -76,17 +72,12 @@ def memory_of(region: Region, what: str) -> tuple[str, int]:
 
 
 def decode(record: bytes) -> Record:
-    try:
-        decoded = msgspec.msgpack.decode(record, type=Record)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadTransfer(f"nixl: malformed record of {len(record)} bytes: {error}") from error
-    if decoded.kind != KIND:
-        raise BadTransfer(f"nixl: record of kind {decoded.kind!r}, expected {KIND!r}")
+    """Raises BadTransfer, or TransportError for memory that NIXL does not know."""
+    decoded = decode_record(record, Record, "nixl", KIND)
     if decoded.digest != digest_of(decoded.metadata):
         raise BadTransfer(f"nixl: digest of the record's metadata of {len(decoded.metadata)} bytes does not match")
+    check_regions(decoded.regions, "nixl")
     for i, region in enumerate(decoded.regions):
-        if not (0 <= region.address < 2**63 and 0 < region.length_bytes < 2**63):
-            raise BadTransfer(f"nixl: record's region {i}: address {region.address}, length {region.length_bytes}")
         memory_of(region, f"record's region {i}")
     return decoded
 

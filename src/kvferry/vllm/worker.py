@@ -29,6 +29,8 @@ MAX_WAIT_S = 0.01
 """How long an engine that computes nothing waits in a step for its loads: a request that comes meanwhile waits too."""
 SHARE_OF_WAIT = 0.1
 """Of the time that the newest load has taken so far."""
+STOP_S = 60.0
+"""How long sleep mode waits for transports to close: some take seconds, and the memory must not go before."""
 
 
 def device_event(device: torch.device) -> Callable[[], bool] | None:
@@ -102,10 +104,18 @@ class WorkerSide:
             agent.identify(*self._identity)
 
     def unregister_kv_caches(self) -> None:
-        """Sleep mode is about to take the cache's memory: nothing may be read from or into it any more."""
+        """Sleep mode is about to take the cache's memory: nothing may be read from or into it any more.
+
+        Raises RuntimeError while that is not certain; call again then.
+        """
         if self._agent is None:
             return
-        self._agent.stop()
+        self._agent.stop(STOP_S)
+        if self._agent.alive:
+            raise RuntimeError(
+                f"kvferry: the worker's I/O thread has not ended within {STOP_S:g} s, so a transport may still touch "
+                "the KV cache: its memory can't be given up"
+            )
         for result in self._agent.collect():
             self._end(result)
         self._leftovers = self._agent.leftovers

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 from stand_ins import card_held, fail_request, queue_pairs, requests
-from steps import OUTSIDE, UNEQUAL, changed, connect, landed, spread
+from steps import OUTSIDE, UNEQUAL, connect, landed, spread
 from transport_harness import (
     SIZES,
     Kit,
     PeerProcess,
     Side,
     batch,
+    changed,
     digest,
     finish,
     give_back,
@@ -288,7 +289,7 @@ def test_a_process_that_never_closes_ends_well() -> None:
 def test_records_must_agree(side: MakeSide) -> None:
     here, there = side(), side()
     record = there.transport.record()
-    elsewhere: dict[str, Any] = {"host": "5f0c/pid:[1]"}
+    elsewhere: dict[str, Any] = {"process": {"host": "5f0c/pid:[1]"}}
     for wrong, text in (
         ({"backend": "xgmi"}, "backend of the peer is 'xgmi', here 'rdma'"),
         ({"version": "1.0.0"}, r"version of the peer is 1\.0\.0, here 1\.2\.4"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import numpy as np
 from transport_harness import SIZES, PeerProcess, Side, batch
 
@@ -31,10 +30,6 @@ def spread(count: int) -> Batch:
 def landed(buffer: np.ndarray, of: np.ndarray, count: int) -> list[bool]:
     """Which of `spread(count)` lie in the buffer."""
     return [bool((buffer[at : at + TEN_BYTES] == of[at : at + TEN_BYTES]).all()) for at in range(0, count * STEP, STEP)]
-
-
-def changed(record: bytes, **fields: Any) -> bytes:
-    return msgspec.msgpack.encode({**msgspec.msgpack.decode(record), **fields})
 
 
 UNEQUAL = [

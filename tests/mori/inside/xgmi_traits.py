@@ -7,8 +7,21 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from stand_ins import copies, fail_copy, gpu_held, imported
-from steps import OUTSIDE, UNEQUAL, changed, connect, landed, spread
-from transport_harness import SIZES, Kit, PeerProcess, Side, allocate, batch, digest, finish, give_back, moved, pattern
+from steps import OUTSIDE, UNEQUAL, connect, landed, spread
+from transport_harness import (
+    SIZES,
+    Kit,
+    PeerProcess,
+    Side,
+    allocate,
+    batch,
+    changed,
+    digest,
+    finish,
+    give_back,
+    moved,
+    pattern,
+)
 
 from kvferry.layout import Region
 from kvferry.transport import mori
