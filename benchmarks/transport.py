@@ -4,7 +4,8 @@
     python benchmarks/transport.py --mib 64 --kib 16 256 --only local nixl
 
 Each figure is the best of `--rounds` reads of `--mib` in scattered descriptors of `--kib` each, warm, from a
-process that only drives its transport. "small" is the time of a read of one descriptor of 64 bytes.
+process that only drives its transport. "small" is the time of a read of one descriptor of 64 bytes. A transport whose
+library is not on this machine is named at the end.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.layout import Region
-from kvferry.transport.base import Batch, State, Transport
+from kvferry.transport.base import Batch, State, Transport, TransportUnavailable
 from kvferry.transport.registry import make
 
 COLUMNS: dict[str, tuple[str, dict[str, Any], bool]] = {
@@ -31,6 +32,8 @@ COLUMNS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "local (process_vm)": ("local", {}, False),
     "nixl (UCX's choice)": ("nixl", {}, False),
     "nixl (TCP)": ("nixl", {"backend_params": {"engine_config": "TLS=tcp"}}, False),
+    "mooncake (TCP)": ("mooncake", {"host": "127.0.0.1"}, False),
+    "mori (RDMA)": ("mori", {"backend": "rdma"}, False),
 }
 
 
@@ -85,12 +88,12 @@ def read(transport: Transport, peer: Any, batch: Batch) -> None:
 def measure(column: str, size: int, lengths: list[int], rounds: int) -> list[float]:
     """Seconds of a read of `size` for each length of descriptor, then of a small one."""
     name, options, shared = COLUMNS[column]
+    transport = make(name, options)
     command = [sys.executable, __file__, "--serve", json.dumps([name, options, shared, size])]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         record = bytes.fromhex(process.stdout.readline().decode())
         memory = allocate(size, False)
-        transport = make(name, options)
         transport.register([Region(memory.ctypes.data, size)])
         peer = transport.connect(record)
         read(transport, peer, descriptors(size, size))
@@ -124,11 +127,19 @@ def main() -> None:
     print(f"{arguments.mib} MiB a read; GB/s, and the share of a plain copy's {size / memcpy / 1e9:.1f} GB/s\n")
     print("| transport | " + " | ".join(heads) + " | small, us |")
     print("|---|" + "---|" * (len(heads) + 1))
+    missing: list[TransportUnavailable] = []
     for column in COLUMNS:
-        if column.startswith(tuple(arguments.only)):
+        if not column.startswith(tuple(arguments.only)):
+            continue
+        try:
             *large, small = measure(column, size, lengths, arguments.rounds)
-            cells = [f"{size / t / 1e9:.2f} ({memcpy / t:.0%})" for t in large]
-            print(f"| {column} | " + " | ".join(cells) + f" | {small * 1e6:.0f} |", flush=True)
+        except TransportUnavailable as error:
+            missing.append(error)
+            continue
+        cells = [f"{size / t / 1e9:.2f} ({memcpy / t:.0%})" for t in large]
+        print(f"| {column} | " + " | ".join(cells) + f" | {small * 1e6:.0f} |", flush=True)
+    for error in missing:
+        print(f"\nnot here: {error}")
 
 
 if __name__ == "__main__":

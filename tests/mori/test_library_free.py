@@ -26,7 +26,7 @@ def settings(backend: str = "rdma", **changes: int) -> Settings:
 def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("mori", "mori.io"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(TransportUnavailable, match=r"Python 3\.10: pip install 'kvferry\[mori\]'"):
+    with pytest.raises(TransportUnavailable, match=r"Python 3\.10: pip install 'amd-mori>=1\.2\.4,<1\.3'"):
         registry.make("mori")
 
 

@@ -30,7 +30,7 @@ def environment() -> dict[str, str]:
     """What a process that loads Mooncake needs in its environment; this one is made ready here."""
     spec = importlib.util.find_spec("mooncake")
     if spec is None or spec.origin is None:
-        pytest.fail("Mooncake is not installed: pip install 'kvferry[mooncake]'", pytrace=False)
+        pytest.fail("Mooncake is not installed: pip install '.[mooncake]'", pytrace=False)
     try:
         ctypes.CDLL(SONAME)
     except OSError:

@@ -121,8 +121,7 @@ def _transport_check(name: str) -> Callable[[], Finding]:
         try:
             transport = registry.make(name)
         except TransportError as error:
-            advice = "in a checkout: pip install '.[nixl]'" if name == "nixl" else ""
-            return Finding(f"transport {name}", State.NOTE, str(error), advice)
+            return Finding(f"transport {name}", State.NOTE, str(error))
         transport.close()
         version = preflight.version_of(name)
         return Finding(f"transport {name}", State.OK, version or "works")

@@ -53,7 +53,7 @@ TpDecodeOption = Annotated[
     int, typer.Option("--tp-decode", min=1, help="Tensor-parallel workers of the decode server.")
 ]
 TransportOption = Annotated[
-    str | None, typer.Option("--transport", help="Transport, e.g. local or nixl. Default: the best.")
+    str | None, typer.Option("--transport", help="Transport, e.g. nixl, or package.module:Class. Default: the best.")
 ]
 PolicyOption = Annotated[Policy, typer.Option("--policy", help="When KV does not arrive: compute it again, or fail.")]
 ModeOption = Annotated[

@@ -336,8 +336,14 @@ class Cluster:
 
 
 def require_known_transport(name: str | None) -> None:
-    """Raise Problem for a transport that kvferry does not have."""
+    """Raise Problem for a transport that neither kvferry nor an installed package has, and that is at no such path."""
     from kvferry.transport import registry
+    from kvferry.transport.base import TransportError
 
-    if name is not None and name not in registry.known():
-        raise Problem(f"--transport {name} is not known", f"Choose one of: {', '.join(registry.known())}.")
+    if name is None:
+        return
+    try:
+        registry.options(name)
+    except TransportError as error:
+        advice = f'Choose one of: {", ".join(registry.known())}; or "package.module:Class".'
+        raise Problem(f"--transport: {error}", advice) from None

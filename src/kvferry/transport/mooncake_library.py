@@ -23,6 +23,8 @@ PACKAGES = (
     "mooncake-transfer-engine",
     "mooncake-transfer-engine-cuda13",
 )
+_WHEEL = "mooncake-transfer-engine-non-cuda>=0.3.13,<0.3.14"
+"""The one for CPU memory; mooncake-transfer-engine is for CUDA."""
 OLDEST = (0, 3, 13)
 """Before it a write was reported as done when it had left, not when it had arrived."""
 PENDING, MOVED, LATE = 0, 1, -2
@@ -47,15 +49,14 @@ def load() -> Any:
     if release < OLDEST:
         wanted = ".".join(map(str, OLDEST))
         raise TransportUnavailable(
-            f"mooncake: version {version()!r} is installed, {wanted} is the oldest that will do: "
-            "pip install --upgrade 'kvferry[mooncake]'"
+            f"mooncake: version {version()!r} is installed, {wanted} is the oldest that will do: pip install '{_WHEEL}'"
         )
     return module
 
 
 def _remedy(error: str) -> str:
     """A missing shared library is the system's; the wheel brings all others along."""
-    return "apt-get install libibverbs1 libnuma1 libcurl4" if ".so" in error else "pip install 'kvferry[mooncake]'"
+    return "apt-get install libibverbs1 libnuma1 libcurl4" if ".so" in error else f"pip install '{_WHEEL}'"
 
 
 def version() -> str:

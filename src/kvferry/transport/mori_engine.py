@@ -250,7 +250,7 @@ def import_io() -> tuple[Any, str]:
     except (ImportError, OSError) as error:
         raise TransportUnavailable(
             f"mori: {text_of(error)}. MoRI-IO needs ROCm's libraries and, from PyPI, Python 3.10: "
-            "pip install 'kvferry[mori]'"
+            "pip install 'amd-mori>=1.2.4,<1.3'"
         ) from error
     os.environ.setdefault(_BACKOFF, _BACKOFF_US)
     return io, str(importlib.import_module("mori").__version__)

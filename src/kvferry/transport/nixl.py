@@ -347,7 +347,7 @@ def _import_nixl() -> Any:
             return importlib.import_module(f"{wheel}._api")
         return importlib.import_module("nixl._api")
     except ImportError as error:
-        raise TransportUnavailable(f"nixl: {error}. Install it: pip install 'kvferry[nixl]'") from error
+        raise TransportUnavailable(f"nixl: {error}. Install it: pip install 'nixl>=1.0,<2'") from error
 
 
 def _make_agent(api: Any, name: str, backend: str, params: Mapping[str, str]) -> Any:

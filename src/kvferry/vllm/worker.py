@@ -100,6 +100,8 @@ class WorkerSide:
         )
         agent.start()
         self._agent = agent
+        offered = ", ".join(transport.name for transport in agent.record().transports)
+        logger.info("kvferry: worker %d offers the transports %s", self._rank, offered)
         if self._identity is not None:
             agent.identify(*self._identity)
 
