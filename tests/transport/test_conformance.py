@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,23 @@ def test_write(pair: Any, shape: Any, count: int) -> None:
     finish(here.transport, here.transport.write(connected, [one]))
     assert peer.digest(0) == digest(expected)
     assert np.array_equal(here.buffers[0], pattern(count + 1, SIZES[0]))
+
+
+@pytest.mark.timeout(300)
+def test_a_hundred_thousand_descriptors(pair: Any) -> None:
+    """In one transfer, each way; of 1 to 10 bytes in other orders on the two sides."""
+    here, peer, connected = pair
+    one = scattered(100_000, SIZES[0], 80, slot=20)
+    here.buffers[0][:] = pattern(81, SIZES[0])
+    peer.call("fill", region=0, seed=82)
+    theirs = pattern(82, SIZES[0])
+    written = moved(theirs, here.buffers[0], one.remote_offsets, one.local_offsets, one.lengths)
+    finish(here.transport, here.transport.write(connected, [one]))
+    assert peer.digest(0) == digest(written)
+    here.reset()
+    expected = moved(here.buffers[0], written, one.local_offsets, one.remote_offsets, one.lengths)
+    finish(here.transport, here.transport.read(connected, [one]))
+    assert np.array_equal(here.buffers[0], expected)
 
 
 def test_batches_between_several_regions(pair: Any) -> None:
@@ -421,6 +439,33 @@ def test_register_refuses(kit: Kit, side: MakeSide) -> None:
         with pytest.raises(TransportError, match="region 0"):
             fresh.register([Region(here.buffers[0].ctypes.data, length, device)])
     fresh.close()
+
+
+def test_transports_in_several_threads(side: MakeSide, spawn: Spawn) -> None:
+    """Each is driven by one thread; several at once share one target, and none disturbs another."""
+    peer, sides = spawn(), [side() for _ in range(4)]
+    connected = [connect(sides[0], peer), *(here.transport.connect(peer.record) for here in sides[1:])]
+    share = SIZES[1] // len(sides)
+    source = pattern(1, SIZES[0])
+
+    def run(index: int) -> None:
+        here, target, begin = sides[index], connected[index], index * share
+        here.buffers[1][:] = pattern(90 + index, SIZES[1])
+        for round_ in range(10):
+            here.buffers[0][:] = 0xA5
+            one = scattered(200, SIZES[0], 10 * index + round_)
+            expected = moved(here.buffers[0], source, one.local_offsets, one.remote_offsets, one.lengths)
+            handles = [here.transport.read(target, [one])]
+            handles.append(here.transport.write(target, [batch([begin], [begin], [share], (1, 1))]))
+            for handle in handles:
+                finish(here.transport, handle)
+            assert np.array_equal(here.buffers[0], expected), (index, round_)
+
+    with ThreadPoolExecutor(len(sides)) as threads:
+        list(threads.map(run, range(len(sides))))
+    written = [pattern(90 + i, SIZES[1])[i * share : (i + 1) * share] for i in range(len(sides))]
+    assert peer.digest(1) == digest(np.concatenate(written))
+    assert [here.transport.live_handles for here in sides] == [0] * len(sides)
 
 
 def test_two_in_one_process(side: MakeSide) -> None:

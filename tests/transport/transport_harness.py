@@ -31,7 +31,7 @@ SIZES = (2 << 20, 1 << 20)
 BOUND_S = 60.0
 """Longest wait for anything; far above what is seen, so that it tells a hang and not a slow machine."""
 SLOT = 200
-"""Scattered descriptors lie in slots of so many bytes, one in each, so that they never overlap."""
+"""Scattered descriptors lie in slots of so many bytes unless told otherwise, one in each: they never overlap."""
 
 
 @dataclass(frozen=True)
@@ -169,12 +169,12 @@ def batch(local: Any, remote: Any, lengths: Any, regions: tuple[int, int] = (0, 
     return Batch(*regions, *(np.asarray(x, dtype=np.int64) for x in (local, remote, lengths)))
 
 
-def scattered(count: int, size: int, seed: int) -> Batch:
-    """`count` descriptors of 1 to 100 bytes at odd places in other orders on the two sides."""
+def scattered(count: int, size: int, seed: int, slot: int = SLOT) -> Batch:
+    """`count` descriptors of 1 to slot / 2 bytes at odd places in other orders on the two sides."""
     rng = np.random.default_rng(seed)
-    slots = size // SLOT
-    lengths = rng.integers(1, 101, count)
-    local, remote = (rng.permutation(slots)[:count] * SLOT + rng.integers(0, 100, count) for _ in range(2))
+    slots, half = size // slot, slot // 2
+    lengths = rng.integers(1, half + 1, count)
+    local, remote = (rng.permutation(slots)[:count] * slot + rng.integers(0, half, count) for _ in range(2))
     return batch(local, remote, lengths)
 
 
