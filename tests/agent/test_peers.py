@@ -12,7 +12,7 @@ from agent_engines import Engine, eventually, request_for
 
 from kvferry.agent import peers
 from kvferry.agent.loads import LoadRequest
-from kvferry.agent.peers import Side
+from kvferry.agent.peers import Side, Unreachable
 from kvferry.control.addresses import host_id
 from kvferry.layout import Axis, CacheLayout, Context, Field, Heads, Layer, LayoutError, Region, key_only
 from kvferry.plan import Refusal, Unproven
@@ -83,8 +83,10 @@ def read(consumer: CacheLayout, producers: list[CacheLayout]) -> None:
 
 def write(consumer: CacheLayout, producers: list[CacheLayout]) -> None:
     for rank, layout in enumerate(producers):
-        with pytest.raises(TransportError, match="no transport reaches"):
-            peers.meet_consumer(side(layout), rank, record(producers), record([consumer]), ADDRESS)
+        met = peers.meet_consumer(side(layout), rank, record(producers), record([consumer]), ADDRESS)
+        assert list(met.targets) == [0]
+        with pytest.raises(Unreachable, match=r"by 'local': this side has \[\], that side \[\]"):
+            met.way(0, "local")
 
 
 BOTH_WAYS = pytest.mark.parametrize("direction", [read, write])
@@ -165,7 +167,16 @@ class TestRegions:
             side(self.mine, own), 0, record([self.mine]), record([self.mine], payloads=[theirs.record()]), ADDRESS
         )
         assert list(fed.targets) == [0]
-        peers.leave(fed.targets)
+        assert fed.peers == []
+        way = fed.way(0, "local")
+        assert (way.transport, fed.peers) == (own, [way.peer])
+        assert fed.way(0, "local") is way
+        with pytest.raises(Unreachable, match=r"by 'nixl': this side has \['local'\], that side \['local'\]"):
+            fed.way(0, "nixl")
+        fed.leave()
+        with pytest.raises(TransportError, match="disconnected"):
+            own.write(way.peer, [])
+        assert fed.peers == []
 
     @pytest.mark.parametrize("registered", [(255,), (257,), (256, 1)])
     def test_others_are_refused(self, memory: Memory, registered: tuple[int, ...]) -> None:
@@ -175,8 +186,21 @@ class TestRegions:
         text = rf"local: regions of \[{', '.join(map(str, registered))}\] bytes are registered, the layout has \[256\]"
         with pytest.raises(TransportError, match=text):
             peers.shake_hands(side(self.mine, own), met, ADDRESS)
-        with pytest.raises(TransportError, match=text):
-            peers.meet_consumer(side(self.mine, own), 0, record([self.mine]), met, ADDRESS)
+        fed = peers.meet_consumer(side(self.mine, own), 0, record([self.mine]), met, ADDRESS)
+        with pytest.raises(Unreachable, match=text.removeprefix("local: ")):
+            fed.way(0, "local")
+
+
+def test_a_transport_that_does_not_fit_says_why_with_both_values(memory: Memory) -> None:
+    layout = cache(layer("a"))
+    own, payload = memory(layout), msgspec.msgpack.decode(memory(layout).record())
+    payload["process"]["host"] = "5f0c/pid:[1]"
+    met = record([layout], payloads=[msgspec.msgpack.encode(payload)])
+    text = (
+        r"no transport reaches rank 0 .*; local: the peer is on another host: 5f0c/pid:\[1\], this is " + host_id()[:8]
+    )
+    with pytest.raises(TransportError, match=text):
+        peers.shake_hands(side(layout, own), met, ADDRESS)
 
 
 def test_sources_that_would_write_the_same_blocks_are_refused(memory: Memory) -> None:

@@ -118,6 +118,7 @@ def stray_order(producer: Engine, **fields: object) -> RemoteBlocks:
         "incarnation": "none",
         "address": producer.agent.endpoint.address,
         "key_id": "bogus",
+        "transport": "local",
         "num_ranks": 1,
         "num_tokens": 1,
         "digest": b"",

@@ -65,6 +65,7 @@ def remote_blocks(of: Landing | None = None, **changes: Any) -> RemoteBlocks:
         "incarnation": "d1",
         "address": CONSUMER,
         "key_id": "",
+        "transport": "local",
         "num_ranks": 1,
         "num_tokens": 100,
         "digest": DIGEST,
@@ -169,8 +170,8 @@ def writer(rank: int = 0, leases: Leases = LEASES) -> Writer:
 
 
 def sources(*ranks: int) -> tuple[SourceRank, ...]:
-    """Producer ranks that feed this one."""
-    return tuple(SourceRank(rank, f"w{rank}") for rank in ranks)
+    """Producer ranks that feed this one: the first over shared memory, those on other hosts not."""
+    return tuple(SourceRank(rank, f"w{rank}", "nixl" if rank else "local") for rank in ranks)
 
 
 def written(machine: Loader, *ranks: int, at: float = 0.0, **of_load: Any) -> list[Any]:

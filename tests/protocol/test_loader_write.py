@@ -67,6 +67,7 @@ def test_every_rank_that_feeds_this_one_is_told_where_to_write():
     first, second = of_type(written(machine, 0, 3), RemoteBlocks)
     assert (first.landing, second.landing) == (landing(rank=1), landing(rank=1, producer_rank=3))
     assert (first.producer_incarnation, first.topology_digest, first.num_ranks) == ("p1", TOPOLOGY, 2)
+    assert (first.transport, second.transport) == ("local", "nixl")
     assert (first.address, first.block_ids, first.end_token) == (ORDER.address, ORDER.block_ids, 100)
 
 
@@ -247,7 +248,7 @@ def test_a_rank_without_a_share_is_done_at_once():
 
 def moved(machine, now):
     """The producer's rank 3 has another address, in the same life of its engine."""
-    there = (SourceRank(0, sources(0)[0].address), SourceRank(3, "tcp://127.0.0.1:9999"))
+    there = (*sources(0), SourceRank(3, "tcp://127.0.0.1:9999", "nixl"))
     return machine.handle(PeerReady(ADDRESS, "p1", TOPOLOGY, there), now)
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvferry.agent.loads import LoadRequest
 from kvferry.agent.transfers import Part
-from kvferry.agent.writes import Target
+from kvferry.agent.writes import Target, Way
 from kvferry.control import addresses
 from kvferry.layout import STATE_TAG, CacheLayout, Examined, check
 from kvferry.plan import (
@@ -33,6 +33,10 @@ PLANNING_S = 5.0
 layers takes about 20 ms (benchmarks/plan.py)."""
 
 
+class Unreachable(TransportError):
+    """This worker can't write to that one by the transport that was asked for; it may be read from all the same."""
+
+
 class PlannedSource(NamedTuple):
     """One producer worker that this worker reads from."""
 
@@ -51,12 +55,40 @@ class Producer(NamedTuple):
     sources: tuple[PlannedSource, ...]
 
 
-class Consumer(NamedTuple):
-    """A consumer engine after its handshake: the ranks that this worker writes to."""
+class Consumer:
+    """A consumer engine after its handshake: the ranks that this worker writes to, and how, once an order has said."""
 
-    engine_id: str
-    incarnation: str
-    targets: dict[int, Target]
+    def __init__(self, record: EngineRecord, targets: Mapping[int, Target], transports: Sequence[Transport]) -> None:
+        self.engine_id = record.engine_id
+        self.incarnation = record.incarnation
+        self.targets = targets
+        self._transports = {transport.name: transport for transport in transports}
+        self._ways: dict[tuple[int, str], Way] = {}
+
+    @property
+    def peers(self) -> list[Peer]:
+        """Those that are connected."""
+        return [way.peer for way in self._ways.values()]
+
+    def way(self, rank: int, name: str) -> Way:
+        """To one of the targets, by this transport. Raises Unreachable that says why there is none."""
+        if (rank, name) not in self._ways:
+            worker = self.targets[rank].worker
+            offered = {transport.name: transport.payload for transport in worker.transports}
+            what = f"rank {rank} of engine {self.engine_id} is to be written to by {name!r}"
+            if name not in self._transports or name not in offered:
+                raise Unreachable(f"{what}: this side has {list(self._transports)}, that side {sorted(offered)}")
+            transport = self._transports[name]
+            try:
+                self._ways[rank, name] = Way(transport, _connect_by(transport, offered[name], worker))
+            except Exception as error:  # a hostile payload may make a library raise anything
+                raise Unreachable(f"{what}: {error}") from error
+        return self._ways[rank, name]
+
+    def leave(self) -> None:
+        for way in self._ways.values():
+            way.transport.disconnect(way.peer)
+        self._ways.clear()
 
 
 class Side(NamedTuple):
@@ -91,23 +123,16 @@ def shake_hands(side: Side, record: EngineRecord, address: str) -> Producer:
 
 
 def meet_consumer(side: Side, rank: int, own: EngineRecord, record: EngineRecord, address: str) -> Consumer:
-    """Compares, plans, proves and connects to the ranks that rank `rank` of engine `own` writes to. Raises as
-    `shake_hands`, and LayoutError for a consumer rank whose layout is unsound."""
+    """Compares, plans and proves for the ranks that rank `rank` of engine `own` writes to. Raises Refusal that names
+    what does not fit, and LayoutError for a consumer rank whose layout is unsound."""
     addresses.check_reachable(address, record.host_id)
     compare(dict(record.fingerprint), record.group_kinds, own)
     compiler = _Compiler(record.engine_id)
     planned = [
-        (record.workers[consumer_rank], _write_plans(compiler, layout, side.layout, share))
+        Target(record.workers[consumer_rank], *_write_plans(compiler, layout, side.layout, share))
         for consumer_rank, layout, share in _fed(compiler, rank, own, record)
     ]
-    met: dict[int, Target] = {}
-    try:
-        for worker, plans in planned:
-            met[worker.rank] = Target(worker, *_connect(side, record, worker), *plans)
-    except BaseException:
-        leave(met)
-        raise
-    return Consumer(record.engine_id, record.incarnation, met)
+    return Consumer(record, {target.worker.rank: target for target in planned}, side.transports)
 
 
 class _Compiler:
@@ -167,11 +192,6 @@ def _write_plans(
     return rows, whole
 
 
-def leave(met: Mapping[int, Target]) -> None:
-    for target in met.values():
-        target.transport.disconnect(target.peer)
-
-
 def _connect(side: Side, record: EngineRecord, worker: WorkerRecord) -> tuple[Transport, Peer]:
     """The first transport in our order that the peer has and that connects."""
     offered = {transport.name: transport.payload for transport in worker.transports}
@@ -184,10 +204,11 @@ def _connect(side: Side, record: EngineRecord, worker: WorkerRecord) -> tuple[Tr
         try:
             if transport.reaches(payload):
                 return transport, _connect_by(transport, payload, worker)
+            transport.disconnect(transport.connect(payload))  # refuses it by name
             tried.append(f"{transport.name}: cannot reach that worker from here")
         except Exception as error:
             # A hostile payload may make a library raise anything; the next transport may still do.
-            tried.append(f"{transport.name}: {error}")
+            tried.append(f"{transport.name}: {str(error).removeprefix(f'{transport.name}: ')}")
             logger.info("kvferry: rank %d of engine %s: %s", worker.rank, record.engine_id, tried[-1])
     ours = [transport.name for transport in side.transports]
     raise TransportError(
@@ -253,9 +274,9 @@ __all__ = [
     "Producer",
     "Refusal",
     "Side",
+    "Unreachable",
     "bind",
     "disconnect",
-    "leave",
     "meet_consumer",
     "shake_hands",
 ]

@@ -531,7 +531,10 @@ class WorkerAgent(AgentLoop):
             self._producers[address] = producer
             for source in producer.sources:
                 self.learn_key(source.worker.control_address, source.worker.control_key_id)
-            ranks = tuple(machine.SourceRank(one.worker.rank, one.worker.control_address) for one in producer.sources)
+            ranks = tuple(
+                machine.SourceRank(one.worker.rank, one.worker.control_address, one.transport.name)
+                for one in producer.sources
+            )
             self._handle(machine.PeerReady(address, producer.incarnation, producer.topology_digest, ranks))
 
         self._handshakes.begin(("producer", address), address, engine_id, self._incarnation, met, failed)

@@ -23,10 +23,15 @@ class Target(NamedTuple):
     """
 
     worker: WorkerRecord
-    transport: Transport
-    peer: Peer
     rows: PairPlan | None
     states: PairPlan | None
+
+
+class Way(NamedTuple):
+    """How a target is reached."""
+
+    transport: Transport
+    peer: Peer
 
 
 @dataclass
@@ -46,9 +51,10 @@ class Writes:
     again, once nothing of the old one is on its way.
     """
 
-    def __init__(self, order: RemoteBlocks, target: Target) -> None:
+    def __init__(self, order: RemoteBlocks, target: Target, way: Way) -> None:
         self._order = order
         self._target = target
+        self._way = way
         self._consumer_tables = block_tables("consumer", order.block_ids)
         self._grain = _grain(target.rows)
         self._transfers: list[Transfer] = []
@@ -110,11 +116,11 @@ class Writes:
 
     @property
     def peer(self) -> Peer:
-        return self._target.peer
+        return self._way.peer
 
     @property
     def transport(self) -> str:
-        return self._target.transport.name
+        return self._way.transport.name
 
     def _plan(self, source: Source) -> None:
         """Plans what the source has, or is about to have, beyond what was planned."""
@@ -152,8 +158,8 @@ class Writes:
         self.num_bytes += sum(int(batch.lengths.sum()) for batch in batches)
         self.num_descriptors += sum(len(batch.lengths) for batch in batches)
         part = Part(
-            self._target.transport,
-            self._target.peer,
+            self._way.transport,
+            self._way.peer,
             self._target.worker.control_address,
             tuple(_as_write(batch) for batch in batches),
         )

@@ -12,7 +12,7 @@ from kvferry.agent.handshakes import Handshakes, Line
 from kvferry.agent.peers import Consumer, Side
 from kvferry.agent.sources import Source, Sources
 from kvferry.agent.transfers import POLL_S, Phase
-from kvferry.agent.writes import Target, Writes
+from kvferry.agent.writes import Writes
 from kvferry.layout import Refusal
 from kvferry.protocol import messages, writer
 from kvferry.protocol.events import (
@@ -128,7 +128,7 @@ class Writing:
             job.writes.abandon("the worker is shutting down")
             job.writes.quiet()
         for consumer in [*self._consumers.values(), *self._retired]:
-            peers.leave(consumer.targets)
+            consumer.leave()
 
     def close(self) -> frozenset[Landing]:
         """Tells the engine of all landings that are quiet. Returns those of which that will never be known."""
@@ -184,16 +184,17 @@ class Writing:
     def _begin(self, begin: BeginWrites) -> None:
         order = begin.order
         try:
-            writes = Writes(order, self._target(order))
+            writes = self._writes(order)
         except Exception as error:
             # Whatever an order makes us do, it fails alone, and with its reason.
-            self._driver.feed(WritesFailed(order.landing, f"{type(error).__name__}: {error}"))
+            unable = isinstance(error, peers.Unreachable)
+            self._driver.feed(WritesFailed(order.landing, f"{type(error).__name__}: {error}", unable))
             self._driver.feed(WritesQuiet(order.landing))
             return
         source = sources.held(begin.block_ids, order.num_tokens) if begin.block_ids else None
         self._jobs[order.landing] = _Job(writes, begin.transfer_id, source)
 
-    def _target(self, order: RemoteBlocks) -> Target:
+    def _writes(self, order: RemoteBlocks) -> Writes:
         if not order.first_token <= order.end_token <= order.num_tokens:
             tokens = f"[{order.first_token}, {order.end_token})"
             raise Refusal("tokens", f"ordered {tokens}", f"offered {order.num_tokens}")
@@ -202,7 +203,7 @@ class Writing:
             raise TransportError(f"the connection to {order.address} is gone")
         if order.landing.rank not in consumer.targets:
             raise Refusal("source ranks", f"rank {order.landing.rank} orders from {self._home.rank}", "it feeds others")
-        return consumer.targets[order.landing.rank]
+        return Writes(order, consumer.targets[order.landing.rank], consumer.way(order.landing.rank, order.transport))
 
     def _abandon(self, landing: Landing) -> None:
         if landing in self._jobs:
@@ -246,6 +247,6 @@ class Writing:
         """A peer is let go only when no write of ours uses it any more."""
         busy = {id(job.writes.peer) for job in self._jobs.values()}
         for consumer in list(self._retired):
-            if not any(id(target.peer) in busy for target in consumer.targets.values()):
-                peers.leave(consumer.targets)
+            if not any(id(peer) in busy for peer in consumer.peers):
+                consumer.leave()
                 self._retired.remove(consumer)

@@ -179,10 +179,12 @@ class Start:
 
 
 class SourceRank(NamedTuple):
-    """A producer rank that feeds this one. address: of its control socket."""
+    """A producer rank that feeds this one. address: of its control socket; transport: what this rank has settled on
+    with it."""
 
     rank: int
     address: str
+    transport: str
 
 
 @dataclass(frozen=True)

@@ -72,13 +72,15 @@ class Granted(NamedTuple):
 
 @dataclass
 class Writers:
-    """The producer ranks that write a load. addresses: of their control sockets, by rank.
+    """The producer ranks that write a load. addresses: of their control sockets; transports: by which they are to
+    write. Both by rank.
 
     waiting: those that have not said that they are done. unquiet: those of which something may still land.
     cancels: how often the unquiet ones were told to stop.
     """
 
     addresses: dict[int, str]
+    transports: dict[int, str]
     waiting: set[int]
     unquiet: set[int]
     cancels: int = 0

@@ -305,9 +305,10 @@ class Loader:
 
     def _order(self, job: Job, sources: tuple[SourceRank, ...], now: float) -> list[Action]:
         job.state = LOADS.next(job.state, LoadTrigger.ORDER)
-        ranks = {source.rank for source in sources}
-        job.writers = Writers({source.rank: source.address for source in sources}, set(ranks), set(ranks))
-        return self._order_again(job, job.writers, now) if ranks else self._accept(job, LoadTrigger.LANDED)
+        addresses = {source.rank: source.address for source in sources}
+        transports = {source.rank: source.transport for source in sources}
+        job.writers = Writers(addresses, transports, waiting=set(addresses), unquiet=set(addresses))
+        return self._order_again(job, job.writers, now) if addresses else self._accept(job, LoadTrigger.LANDED)
 
     def _order_again(self, job: Job, writers: Writers, now: float) -> list[Action]:
         """Orders for those that have not reported, whose answer may be lost."""
@@ -316,7 +317,7 @@ class Loader:
             raise IllegalTransition(f"load {job.load.load_id} has no order to write")
         self._set_ask_again(job, now + self._leases.claim_reply_s)
         return [
-            Send(writers.addresses[rank], remote_blocks(self._reader, job, order, rank))
+            Send(writers.addresses[rank], remote_blocks(self._reader, job, order, rank, writers.transports[rank]))
             for rank in sorted(writers.waiting)
         ]
 

@@ -54,7 +54,7 @@ def landing(reader: Reader, load: Load, producer_rank: int) -> Landing:
     return Landing(load.claim_id, load.load_id, reader.rank, producer_rank)
 
 
-def remote_blocks(reader: Reader, job: Job, order: Order, producer_rank: int) -> RemoteBlocks:
+def remote_blocks(reader: Reader, job: Job, order: Order, producer_rank: int, transport: str) -> RemoteBlocks:
     load = job.load
     return RemoteBlocks(
         landing=landing(reader, load, producer_rank),
@@ -64,6 +64,7 @@ def remote_blocks(reader: Reader, job: Job, order: Order, producer_rank: int) ->
         incarnation=reader.incarnation,
         address=order.address,
         key_id=order.key_id,
+        transport=transport,
         num_ranks=reader.num_ranks,
         num_tokens=load.num_tokens,
         digest=load.digest,

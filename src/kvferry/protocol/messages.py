@@ -271,7 +271,8 @@ class RemoteBlocks(_Message, frozen=True, tag="remote_blocks"):
     while the answer is out; it changes nothing then.
 
     incarnation, engine_id, address, key_id: of the consumer's engine and its rendezvous. producer_incarnation: of the
-    engine whose record the consumer goes by; topology_digest: of that record. num_ranks: of the consumer's engine.
+    engine whose record the consumer goes by; topology_digest: of that record. transport: to write by and no other,
+    since the consumer judges by it whether a dead writer's bytes can still land. num_ranks: of the consumer's engine.
     num_tokens, digest: as in Claim. [first_token, end_token): what is missing; window_starts: per KV cache group, the
     first token that is still looked at (empty: all are). block_ids: the consumer's, per group, by token position; -1
     where nothing is to be written.
@@ -284,6 +285,7 @@ class RemoteBlocks(_Message, frozen=True, tag="remote_blocks"):
     incarnation: Id
     address: Text
     key_id: Id
+    transport: Id
     num_ranks: Count
     num_tokens: Count
     digest: Digest

@@ -106,7 +106,8 @@ class Transport(Protocol):
         """What a peer needs to reach this worker's regions."""
 
     def reaches(self, record: bytes) -> bool:
-        """Whether a peer's record can be reached from here at all (same host, same kind). Never raises or blocks."""
+        """Whether a peer's record can be reached from here at all (same host, same kind). Never raises or blocks.
+        Where it is False, `connect` refuses at once, and says why with both values."""
 
     def connect(self, record: bytes) -> Peer:
         """May block for a moment. Raises PeerLost, BadTransfer (a malformed record) or TransportError."""

@@ -47,22 +47,15 @@ from kvferry.transport.base import (
 )
 from kvferry.transport.batches import check_batches
 from kvferry.transport.nixl_data import KIND, MemoryPair, Record, Rows, by_memory, decode, digest_of, memory_of
+from kvferry.transport.nixl_remotes import Remote, Remotes, quietly
 from kvferry.transport.remote import RemoteWorker
 
 _WHEELS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
-class _Remote:
-    """A worker known to NIXL. users: connected peers and transfers in progress that name it."""
-
-    def __init__(self) -> None:
-        self.users = 0
-        self.lost = False
-
-
 class NixlPeer(RemoteWorker):
-    def __init__(self, record: Record, remote: _Remote) -> None:
+    def __init__(self, record: Record, remote: Remote) -> None:
         super().__init__(f"nixl:{record.agent}", record.regions, record.process)
         self.record = record
         self.remote = remote
@@ -70,7 +63,7 @@ class NixlPeer(RemoteWorker):
     def check_alive(self) -> None:
         super().check_alive()
         if self.remote.lost:
-            raise PeerLost(f"{self.name}: NIXL has reported it disconnected; disconnect, then connect again")
+            raise PeerLost(f"{self.name}: NIXL has reported it disconnected; connect again")
 
 
 class NixlHandle:
@@ -110,7 +103,7 @@ class NixlTransport:
         self._regions: tuple[Region, ...] = ()
         self._registered: list[Any] = []
         self._handles: set[NixlHandle] = set()
-        self._remotes: dict[str, _Remote] = {}
+        self._remotes = Remotes()
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -167,17 +160,11 @@ class NixlTransport:
         agent = self._open_agent()
         decoded = decode(record)
         self._check_same(decoded)
-        remote = self._remotes.get(decoded.agent, _Remote())
-        peer = NixlPeer(decoded, remote)
-        peer.check_alive()
-        if not remote.users:
-            try:
-                agent.add_remote_agent(decoded.metadata)
-            except Exception as error:
-                raise TransportError(f"{peer.name}: NIXL refuses its record: {_text(error)}") from error
-            self._remotes[decoded.agent] = remote
-        remote.users += 1
-        return peer
+        if decoded.process.gone():
+            raise PeerLost(f"nixl:{decoded.agent}: its process {decoded.process.pid} is gone")
+        remote = self._remotes.open(agent, decoded)
+        remote.peers += 1
+        return NixlPeer(decoded, remote)
 
     def read(self, peer: Peer, batches: Sequence[Batch]) -> NixlHandle:
         return self._post(peer, batches, write=False)
@@ -212,11 +199,12 @@ class NixlTransport:
     def progress(self) -> None:
         if self._agent is not None:
             # Asking for notifications, which are not used, drives the library; an error shows in the transfer it is of.
-            _quietly(self._agent.get_new_notifs)
+            quietly(self._agent.get_new_notifs)
 
     def disconnect(self, peer: Peer) -> None:
         if isinstance(peer, NixlPeer) and peer.connected:
             peer.connected = False
+            peer.remote.peers -= 1
             self._leave(peer)
 
     def close(self) -> None:
@@ -229,14 +217,12 @@ class NixlTransport:
                 handle.failure = handle.failure or "nixl: the transport was closed"
                 handle.maybe_moving = True
             for request in handle.pending:
-                _quietly(request.release)
+                quietly(request.release)
             handle.pending.clear()
         self._handles = {handle for handle in self._handles if handle.maybe_moving and not handle.quiet_by_close}
-        for name in self._remotes:
-            _quietly(agent.remove_remote_agent, name)
-        self._remotes.clear()
+        self._remotes.clear(agent)
         for registered in self._registered:
-            _quietly(agent.deregister_memory, registered, [self._backend])
+            quietly(agent.deregister_memory, registered, [self._backend])
         self._registered.clear()
         self._regions = ()
 
@@ -264,7 +250,7 @@ class NixlTransport:
         requests = self._prepare(peer, kinds, "WRITE" if write else "READ")
         self._start(handle, requests)
         self._handles.add(handle)
-        peer.remote.users += bool(handle.pending)
+        peer.remote.pending += bool(handle.pending)
         return handle
 
     def _prepare(self, peer: NixlPeer, kinds: dict[MemoryPair, tuple[Rows, Rows]], operation: str) -> list[Any]:
@@ -277,7 +263,7 @@ class NixlTransport:
                 requests.append(agent.initialize_xfer(operation, *descs, peer.record.agent, backends=[self._backend]))
         except Exception as error:
             for request in requests:
-                _quietly(request.release)
+                quietly(request.release)
             if _is_disconnect(error):
                 peer.remote.lost = True
                 raise PeerLost(f"{peer.name}: {_text(error)}") from error
@@ -292,10 +278,10 @@ class NixlTransport:
             if state == "PROC":
                 handle.pending.append(request)
             else:
-                _quietly(request.release)
+                quietly(request.release)
             if handle.failure:
                 for rest in requests[i + 1 :]:
-                    _quietly(rest.release)
+                    quietly(rest.release)
                 return
 
     def _drive(self, handle: NixlHandle) -> None:
@@ -305,8 +291,9 @@ class NixlTransport:
 
     def _give_back(self, handle: NixlHandle, request: Any) -> None:
         handle.pending.remove(request)
-        _quietly(request.release)
+        quietly(request.release)
         if not handle.pending:
+            handle.peer.remote.pending -= 1
             self._leave(handle.peer)
 
     def _ask(self, handle: NixlHandle, call: Any, request: Any) -> str:
@@ -332,10 +319,8 @@ class NixlTransport:
 
     def _leave(self, peer: NixlPeer) -> None:
         """One user less. NIXL must not forget a worker that a request in progress names: it would free the request."""
-        peer.remote.users -= 1
-        if not peer.remote.users and self._agent is not None:
-            del self._remotes[peer.record.agent]
-            _quietly(self._agent.remove_remote_agent, peer.record.agent)
+        if self._agent is not None:
+            self._remotes.leave(self._agent, peer.remote)
 
 
 def _import_nixl() -> Any:
@@ -374,11 +359,3 @@ def _is_disconnect(error: Exception) -> bool:
 
 def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _quietly(call: Any, *args: Any) -> None:
-    """For giving back: NIXL's complaint about what is gone already helps nobody."""
-    try:
-        call(*args)
-    except Exception:
-        return

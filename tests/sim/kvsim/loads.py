@@ -245,7 +245,7 @@ class Worker(Process):
             elif engine_id not in ("", producer.name):
                 self.driver.feed(PeerFailed(address, f"{engine_id} is not here", lost=False))
             else:
-                sources = tuple(SourceRank(worker.rank, worker.address) for worker in producer.workers)
+                sources = tuple(SourceRank(worker.rank, worker.address, "") for worker in producer.workers)
                 self.driver.feed(PeerReady(address, producer.incarnation, topology, sources))
 
         self.later(rng.uniform(0.01, 0.05), answer)

@@ -363,6 +363,7 @@ def noise_to_writer(rng: Random, params: Params, claim_id: str, worker: Producer
         incarnation=consumer.incarnation,
         address=consumer.address,
         key_id="",
+        transport="",
         num_ranks=num_ranks,
         num_tokens=TOKENS_PER_BLOCK,
         digest=digest_of("another prompt", 1),
