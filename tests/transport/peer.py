@@ -14,12 +14,14 @@ import os
 import select
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from transport_harness import allocate, device_of, pattern
 
 from kvferry.layout import Region
+from kvferry.transport.base import Batch, State
 from kvferry.transport.registry import make
 
 _PR_SET_PDEATHSIG = 1
@@ -30,6 +32,8 @@ class Peer:
         self.transport: Any = None
         self.buffers: list[np.ndarray] = []
         self.progressing = False
+        self.post: Callable[[], Any] | None = None
+        self.posted: Any = None
 
     def start(self, name: str, options: dict[str, Any], memory: str, sizes: list[int]) -> str:
         self.buffers = [allocate(memory, size) for size in sizes]
@@ -45,6 +49,20 @@ class Peer:
 
     def progress(self, on: bool) -> None:
         self.progressing = on
+
+    def transfer_on(self, record: str, operation: str, batch: list[Any]) -> None:
+        """From now on posts this to that worker, again whenever it has ended."""
+        connected = self.transport.connect(bytes.fromhex(record))
+        one = Batch(*batch[:2], *(np.array(field, dtype=np.int64) for field in batch[2:]))
+        self.post = lambda: getattr(self.transport, operation)(connected, [one])
+        self.posted = self.post()
+
+    def turn(self) -> None:
+        if self.progressing:
+            self.transport.progress()
+        if self.post is not None and self.transport.poll(self.posted).state is not State.PENDING:
+            self.transport.release(self.posted)
+            self.posted = self.post()
 
     def unmap(self, region: int, offset_bytes: int) -> None:
         """Takes the pages of a region from an offset on away, as if they had been freed."""
@@ -69,9 +87,8 @@ def main() -> None:
     peer = Peer()
     pending = b""
     while True:
-        readable, _, _ = select.select([0], [], [], 0.001 if peer.progressing else None)
-        if peer.progressing:
-            peer.transport.progress()
+        readable, _, _ = select.select([0], [], [], 0.001 if peer.progressing or peer.post else None)
+        peer.turn()
         if not readable:
             continue
         chunk = os.read(0, 1 << 16)

@@ -5,7 +5,9 @@ A column of the table (`KITS` in conftest.py) is all that a further transport ne
 
 from __future__ import annotations
 
+import itertools
 import random
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -271,6 +273,21 @@ def test_peer_stopped_then_killed_during(side: MakeSide, spawn: Spawn, operation
         here.transport.progress()
     assert here.snapshot() == before
     assert outcome(here.transport, lambda: here.transport.read(connected, [whole()])) == "lost"
+
+
+def test_whoever_posts_dies(kit: Kit, side: MakeSide, spawn: Spawn) -> None:
+    """In the middle of a transfer: the worker that it read from or wrote to goes on, for others too."""
+    here, target = side(), spawn()
+    connected = connect(here, target, seed=60)
+    for operation, pause_s in itertools.product(kit.survives_death_in, (0, 0.05, 0.1)):
+        dying = spawn()
+        dying.start()
+        dying.call("transfer_on", record=target.record.hex(), operation=operation, batch=[0, 1, [0], [0], [SIZES[1]]])
+        time.sleep(pause_s)  # so that it is now here, now there in one of its transfers
+        dying.kill()
+        here.reset()
+        finish(here.transport, here.transport.read(connected, [whole()]))
+        assert np.array_equal(here.buffers[0], pattern(60, SIZES[0]))
 
 
 def test_peer_restarted_under_a_new_record(side: MakeSide, spawn: Spawn) -> None:

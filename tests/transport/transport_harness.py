@@ -39,6 +39,7 @@ class Kit:
     """One column of the table: a transport, its options, and the memory that it is tried on.
 
     environment: makes its library loadable in this process, and returns what a peer's environment needs besides.
+    survives_death_in: the operations in which whoever posts may die, and the library lets the target's process live.
     """
 
     label: str
@@ -46,6 +47,7 @@ class Kit:
     options: dict[str, Any] = field(default_factory=dict)
     memory: str = "private"
     environment: Callable[[], dict[str, str]] = dict
+    survives_death_in: tuple[str, ...] = ("read", "write")
 
     @property
     def device(self) -> str:
