@@ -54,7 +54,7 @@ def blocks(worker: WorkerRecord, layer: Layer) -> list[bytes]:
 def _pid(worker: WorkerRecord) -> int:
     """The worker's process, which its record for the local transport names."""
     (payload,) = (transport.payload for transport in worker.transports if transport.name == "local")
-    pid: int = msgspec.msgpack.decode(payload)["pid"]
+    pid: int = msgspec.msgpack.decode(payload)["process"]["pid"]
     return pid
 
 
