@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,9 @@ from transport_harness import batch
 from kvferry.layout import Region
 from kvferry.transport import registry
 from kvferry.transport.base import TransportError, TransportUnavailable
-from kvferry.transport.mori_data import CALL_BYTES, Memory, memory_of, pieces
+from kvferry.transport.mori_data import CALL_BYTES, Memory, Piece, memory_of, pieces
 from kvferry.transport.mori_engine import Settings
+from kvferry.transport.mori_transfer import MoriHandle
 
 DEFAULTS = {"qp_per_transfer": 1, "post_batch_size": -1, "num_workers": 1, "max_send_wr": 64}
 
@@ -34,10 +37,17 @@ def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyP
     ("options", "text"),
     [
         ({"backend": "tcp"}, "backend 'tcp' is none of rdma, xgmi"),
-        ({"qp_per_transfer": 0}, "qp_per_transfer is 0, must be at least 1"),
+        ({"qp_per_transfer": 0}, "qp_per_transfer is 0, must be from 1 to 128"),
+        ({"qp_per_transfer": 100_000}, "qp_per_transfer is 100000, must be from 1 to 128"),
+        ({"qp_per_transfer": "4"}, "mori: option qp_per_transfer: Expected `int`, got `str`: '4'"),
         ({"num_workers": 0}, "num_workers is 0"),
-        ({"max_send_wr": 1}, "max_send_wr is 1, must be at least 2"),
-        ({"post_batch_size": 0}, "post_batch_size is 0, must be -1 or at least 1"),
+        ({"num_workers": 2000}, "num_workers is 2000, must be from 1 to 128"),
+        ({"max_send_wr": 1}, "max_send_wr is 1, must be from 2 to 2147483647"),
+        ({"max_send_wr": 2**31}, "max_send_wr is 2147483648"),
+        ({"post_batch_size": 0}, "post_batch_size is 0, must be -1 or from 1 to 2147483647"),
+        ({"post_batch_size": 2**31}, "post_batch_size is 2147483648"),
+        ({"post_batch_size": None}, "mori: option post_batch_size: Expected `int`, got `null`: None"),
+        ({"host": 5}, "mori: option host: Expected `str`, got `int`: 5"),
         ({"streams": 3}, "unknown option 'streams'"),
     ],
 )
@@ -52,6 +62,24 @@ def test_the_environment_of_the_library_wins(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("MORI_IO_POST_BATCH_SIZE", "")
     found = settings()
     assert (found.max_send_wr, found.qp_per_transfer, found.post_batch_size) == (20, 3, -1)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("--5", "MORI_IO_QP_PER_TRANSFER is '--5', must be an integer"),
+        ("4 ", "MORI_IO_QP_PER_TRANSFER is '4 ', must be an integer"),
+        ("9" * 5000, "MORI_IO_QP_PER_TRANSFER is '999"),
+        ("-5", "qp_per_transfer is -5, must be from 1 to 128"),
+    ],
+    ids=["signs", "space", "digits", "negative"],
+)
+def test_a_variable_of_the_library_that_cannot_be_is_named(
+    value: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MORI_IO_QP_PER_TRANSFER", value)
+    with pytest.raises(TransportError, match=text):
+        settings()
 
 
 @pytest.mark.parametrize(
@@ -96,6 +124,44 @@ def test_pieces_keep_order_and_regions() -> None:
     ]
 
 
+def test_a_piece_is_cut_in_order() -> None:
+    piece = Piece((0, 1), [1, 2, 3], [4, 5, 6], [7, 8, 9])
+    assert piece.cut(2) == (Piece((0, 1), [1, 2], [4, 5], [7, 8]), Piece((0, 1), [3], [6], [9]))
+
+
+def refused(code: str, found: Settings) -> MoriHandle:
+    """A read whose one call the library ends at once with this code, on a link that stands in for one."""
+    status = SimpleNamespace(Code=lambda: SimpleNamespace(name=code), Message=lambda: "no")
+    session = SimpleNamespace(batch_read=lambda *lists: status, allocate_transfer_uid=lambda: 1)
+    link = SimpleNamespace(key="k", queued=0, dead="", session=lambda *pair: session)
+    engine = SimpleNamespace(settings=found, failed=set(), closed=False)
+    peer: Any = SimpleNamespace(name="peer", link=link, engine=engine)
+    handle = MoriHandle(peer, deque([Piece((0, 0), [0], [0], [1])]), write=False)
+    assert handle.send()
+    return handle
+
+
+@pytest.mark.parametrize(
+    ("code", "changes", "quiet"),
+    [
+        ("ERR_INVALID_ARGS", {}, True),
+        ("ERR_NOT_FOUND", {"num_workers": 4}, True),
+        ("ERR_INVALID_ARGS", {"qp_per_transfer": 2, "num_workers": 2}, False),
+        ("ERR_BAD_STATE", {}, False),
+        ("ERR_BAD_STATE", {"qp_per_transfer": 2, "num_workers": 2}, False),
+    ],
+)
+def test_a_refused_call_is_quiet_only_if_no_part_of_it_can_have_started(
+    code: str, changes: dict[str, int], quiet: bool
+) -> None:
+    """MoRI's threads post their parts alone, and the code of one that was dropped stands for all."""
+    handle = refused(code, settings(**changes))
+    assert f"{code}: no" in handle.failure
+    assert handle.quiet() is quiet
+    handle.peer.engine.closed = True
+    assert handle.quiet()
+
+
 def test_no_piece_is_longer_than_a_message() -> None:
     """The library joins neighbours of one call, and cuts lengths to 32 bits."""
     long = 5 * CALL_BYTES // 2
@@ -117,7 +183,7 @@ def test_no_piece_is_longer_than_a_message() -> None:
 def test_kinds_of_memory() -> None:
     for device, found in (("cpu", (False, -1)), ("cuda:3", (True, 3)), ("cuda", (True, 0)), ("hip:1", (True, 1))):
         assert memory_of(Region(0, 1, device), "region 0", "rdma") == Memory(*found)
-    for device in ("cpu:1", "tpu:0", "cuda:x"):
+    for device in ("cpu:1", "tpu:0", "cuda:x", "cuda:" + "9" * 5000):
         with pytest.raises(TransportError, match=f"region 0: device '{device}'"):
             memory_of(Region(0, 1, device), "region 0", "rdma")
 

@@ -289,6 +289,22 @@ def test_a_wire_carries_one_transfer_after_another() -> None:
         there.close()
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"wire_mbps": "fast"}, "local: option wire_mbps: Expected `float | null`, got `str`: 'fast'"),
+        ({"max_inflight": "x"}, "local: option max_inflight: Expected `int | null`, got `str`: 'x'"),
+        ({"max_inflight": 0}, "local: max_inflight is 0, must be 1 or more"),
+        ({"ptracer_any": 1}, "local: option ptracer_any: Expected `bool`, got `int`: 1"),
+        ({"gate": 5}, "local: gate is 5, must be a path or a callable"),
+    ],
+)
+def test_options_that_cannot_be_are_named(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(TransportError) as raised:
+        make("local", options)
+    assert str(raised.value) == text
+
+
 @pytest.mark.parametrize("value", [0, -1.0])
 def test_a_wire_without_speed_is_refused(value: float) -> None:
     with pytest.raises(TransportError, match="wire_mbps"):

@@ -265,8 +265,11 @@ class ScriptedEngine:
         self.posted: list[int] = []
         self.codes: dict[int, int] = {}
         self.refuse_after = 1 << 30
+        self.raise_after = 1 << 30
 
     def post(self, session: str, write: bool, local: int, remote: int, length: int) -> int:
+        if len(self.posted) >= self.raise_after:
+            raise RuntimeError("no memory")
         if len(self.posted) >= self.refuse_after:
             return 0
         self.posted.append(local)
@@ -341,6 +344,72 @@ def test_the_library_refuses_one_in_the_middle() -> None:
     assert (job.ended, job.done, other.in_flight) == (True, False, 1)
 
 
+def test_the_library_raises_in_the_middle() -> None:
+    """That is no matter of whoever posts or polls at that moment: here the next transfer's."""
+    engine = ScriptedEngine()
+    engine.raise_after = 2
+    queue, job, other = Queue(engine, "s", 3), job_of(3), job_of(1, 100)  # type: ignore[arg-type]
+    queue.add(job)
+    assert "Mooncake raised RuntimeError for 1 bytes at 0x2: no memory" in job.failure
+    assert (job.in_flight, job.ended) == (2, False)
+    engine.codes, engine.raise_after = {1: MOVED, 2: MOVED}, 8
+    queue.add(other)
+    queue.drive()
+    assert (job.ended, job.done, other.in_flight) == (True, False, 1)
+    # Whether the library has the third nobody can say.
+    assert (job.late, job.lost) == (True, True)
+
+
+class Raising:
+    """Raises instead of one of the library's calls, which all others reach."""
+
+    def __init__(self, library: Any, call: str) -> None:
+        self._library, self._call = library, call
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._call:
+            raise RuntimeError("not today")
+        return getattr(self._library, name)
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_a_post_for_which_the_library_raises(side: Any, spawn: Any, operation: str) -> None:
+    """It is a failed transfer, which may yet move bytes; all that was taken for it is accounted for by its handle."""
+    here, peer = side(max_inflight=2), spawn()
+    connected = here.transport.connect(peer.start())
+    engine = here.transport._engines[0]
+    library = engine._engine
+    engine._engine = Raising(library, "batch_transfer_async_read")
+    handle = getattr(here.transport, operation)(connected, [batch([0], [0], [10])])
+    status = here.transport.poll(handle)
+    assert status.state is State.FAILED
+    assert "Mooncake raised RuntimeError" in status.detail
+    assert not here.transport.release(handle)
+    engine._engine = library
+    # The place for the peer's token may yet be read into, so nobody else gets it.
+    assert here.transport._slots.free == 1
+    finish(here.transport, here.transport.read(connected, [batch([0], [0], [10])]))
+    peer.kill()
+    # A write's target is gone now; where a read would land is here.
+    assert here.transport.release(handle) is (operation == "write")
+    here.transport.close()
+    assert here.transport.release(handle)
+    assert here.transport.live_handles == 0
+
+
+def test_a_library_that_does_not_tell_how_one_stands(side: Any, spawn: Any) -> None:
+    here, peer = side(), spawn()
+    connected = here.transport.connect(peer.start())
+    engine = here.transport._engines[0]
+    library = engine._engine
+    handle = here.transport.read(connected, [batch([0], [0], [10])])
+    engine._engine = Raising(library, "transfer_check_status")
+    assert here.transport.poll(handle).state is State.FAILED
+    assert not here.transport.release(handle)
+    engine._engine = library
+    give_back(here.transport, handle)
+
+
 def test_a_transfer_that_nobody_polls_does_not_hold_up_the_next(side: Any, spawn: Any) -> None:
     here, peer = side(), spawn()
     connected = here.transport.connect(peer.start())
@@ -397,14 +466,25 @@ def test_wrong_settings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for options, text in (
         ({"protocol": "carrier-pigeon"}, "protocol 'carrier-pigeon' is none of tcp, rdma"),
         ({"max_inflight": 0}, "max_inflight is 0"),
+        ({"max_inflight": 2**40}, "max_inflight is 1099511627776, it must be from 1 to 1048576"),
+        ({"max_inflight": "5"}, "mooncake: option max_inflight: Expected `int`, got `str`: '5'"),
+        ({"max_inflight": 1.5}, "mooncake: option max_inflight: Expected `int`, got `float`: 1.5"),
+        ({"device": 5}, "mooncake: option device: Expected `str`, got `int`: 5"),
         ({"host": "0.0.0.0"}, "host '0.0.0.0' is 0.0.0.0, which peers can't dial"),
-        ({"host": "::1"}, "host '::1' has no IPv4 address"),
+        ({"host": "255.255.255.255"}, "is 255.255.255.255, which peers can't dial"),
     ):
         with pytest.raises(TransportError, match=text):
             make("mooncake", options)
     monkeypatch.setenv("MC_TCP_PROTO", "1")
     with pytest.raises(TransportError, match="MC_TCP_PROTO is '1', with which writes are not acknowledged"):
         make("mooncake")
+
+
+def test_a_host_without_an_ipv4_address_leaves_the_next_transport() -> None:
+    """As where the whole worker has an IPv6 address."""
+    for host in ("::1", "a" * 64):
+        with pytest.raises(TransportUnavailable, match=f"mooncake: host '{host}' has no IPv4 address"):
+            make("mooncake", {"host": host})
 
 
 def test_memory_that_it_does_not_take(side: Any) -> None:

@@ -33,6 +33,28 @@ def test_an_unknown_option_is_named() -> None:
         registry.make("local", {"gates": 1})
 
 
+@pytest.mark.parametrize(
+    ("name", "option", "value", "text"),
+    [
+        ("nixl", "backend_params", "TLS=tcp", "Expected `object | null`, got `str`: 'TLS=tcp'"),
+        ("nixl", "backend_params", {"num_workers": 1}, "Expected `str`, got `int` - at `$[...]`: {'num_workers': 1}"),
+        ("nixl", "backend", None, "Expected `str`, got `null`: None"),
+        ("mori", "qp_per_transfer", True, "Expected `int`, got `bool`: True"),
+        ("mooncake", "device", ["mlx5_0"], "Expected `str`, got `array`: ['mlx5_0']"),
+        ("mooncake", "max_inflight", "9" * 1000, f"Expected `int`, got `str`: '{'9' * 199}..."),
+    ],
+)
+def test_a_value_of_another_type_is_named_before_the_library_is_wanted(
+    name: str, option: str, value: object, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("nixl", "nixl._api", "mori", "mori.io", "mooncake", "mooncake.engine"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(TransportError) as raised:
+        registry.make(name, {option: value})
+    assert str(raised.value) == f"{name}: option {option}: {text}"
+    assert type(raised.value) is TransportError
+
+
 def test_a_missing_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("nixl", "nixl._api", "nixl_cu12", "nixl_cu13", "nixl_rocm"):
         monkeypatch.setitem(sys.modules, module, None)
@@ -99,6 +121,18 @@ def test_another_package_offers_a_transport_by_an_entry_point(others: OfOthers) 
     assert (transport.name, transport.pigeons) == ("air", 3)  # type: ignore[attr-defined]
     with pytest.raises(TransportError, match=r"air: unknown option 'gulls'; known are ptracer_any, .*, pigeons"):
         registry.make("air", {"gulls": 1})
+
+
+def test_only_annotations_that_can_be_told_are_checked(others: OfOthers) -> None:
+    """Another package's constructor may say nothing, or what only its type checker understands."""
+    annotated = transport_named("air").replace("pigeons=0", "pigeons: int = 0")
+    others.install("carrier-air", annotated)
+    others.install("carrier-sea", transport_named("air"))
+    others.install("carrier-sky", annotated.replace("pigeons: int", "pigeons: 'Flock'"))
+    with pytest.raises(TransportError, match="option pigeons: Expected `int`, got `str`: 'many'"):
+        registry.make("carrier_air:Mine", {"pigeons": "many"})
+    for path in ("carrier_sea:Mine", "carrier_sky:Mine"):
+        assert registry.make(path, {"pigeons": "many"}).pigeons == "many"  # type: ignore[attr-defined]
 
 
 def test_a_transport_by_its_import_path(others: OfOthers) -> None:

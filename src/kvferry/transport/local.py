@@ -200,6 +200,10 @@ class LocalTransport:
             raise TransportUnavailable(f"local: needs Linux, this is {sys.platform}")
         if wire_mbps is not None and not wire_mbps > 0:
             raise TransportError(f"local: wire_mbps is {wire_mbps}, must be a positive number")
+        if max_inflight is not None and max_inflight < 1:
+            raise TransportError(f"local: max_inflight is {max_inflight}, must be 1 or more")
+        if not (gate is None or isinstance(gate, str) or callable(gate)):
+            raise TransportError(f"local: gate is {gate!r}, must be a path or a callable")
         is_synchronous = gate is None and wire_mbps is None
         self.traits = Traits(synchronous=is_synchronous, target_must_poll=False, failure_is_quiet=True)
         self._wire_mbps = wire_mbps

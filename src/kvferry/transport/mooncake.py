@@ -26,7 +26,6 @@ import secrets
 import socket
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
@@ -45,13 +44,16 @@ from kvferry.transport.base import (
     TransportError,
 )
 from kvferry.transport.batches import check_batches
+from kvferry.transport.host_address import resolved
 from kvferry.transport.hostmem import Process
-from kvferry.transport.mooncake_data import KIND, TOKEN_BYTES, Record, Slots, Step, decode, is_address, step_of
+from kvferry.transport.mooncake_data import KIND, TOKEN_BYTES, Record, Slots, Step, decode, step_of
 from kvferry.transport.mooncake_library import Engine
 from kvferry.transport.mooncake_queue import Job, Queue, window
 from kvferry.transport.remote import RemoteWorker
 
 _PROTOCOLS = ("tcp", "rdma")
+_MOST_INFLIGHT = 1 << 20
+"""Each takes memory from the start: for the token of its peer."""
 _CONNECT_S = 3.0
 """How long a peer may take to show that it lives, before Mooncake, which would wait for a minute, is sent there."""
 
@@ -79,7 +81,7 @@ class MooncakeTransport:
     host: the address of this machine that peers are told; VLLM_HOST_IP, or else loopback, if not given.
     protocol: "tcp" or "rdma"; the same on both sides. device: for "rdma", names of devices, separated by commas;
     empty takes all. max_inflight: how many transfers may be posted and not yet polled to their end (QueueFull beyond).
-    Raises TransportUnavailable when the package, a system library or the device is missing.
+    Raises TransportUnavailable when the package, a system library, the device or an IPv4 address is missing.
     """
 
     name = "mooncake"
@@ -91,14 +93,14 @@ class MooncakeTransport:
     ) -> None:
         if protocol not in _PROTOCOLS:
             raise TransportError(f"mooncake: protocol {protocol!r} is none of {', '.join(_PROTOCOLS)}")
-        if max_inflight < 1:
-            raise TransportError(f"mooncake: max_inflight is {max_inflight}, it must be 1 or more")
+        if not 1 <= max_inflight <= _MOST_INFLIGHT:
+            raise TransportError(f"mooncake: max_inflight is {max_inflight}, it must be from 1 to {_MOST_INFLIGHT}")
         self._module = mooncake_library.load()
         mooncake_library.check_environment()
         if protocol == "rdma":
             mooncake_library.check_rdma()
         self._protocol, self._device = protocol, device
-        self._address = _resolved(host or os.environ.get("VLLM_HOST_IP") or "127.0.0.1")
+        self._address = resolved(host or os.environ.get("VLLM_HOST_IP") or "127.0.0.1", "mooncake")
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._max_inflight = max_inflight
         self._slots = Slots(self._token, max_inflight)
@@ -287,23 +289,13 @@ class MooncakeTransport:
     def _drive(self, handle: MooncakeHandle) -> None:
         if self._engines:
             handle.peer.queue.drive()
-        if handle.slot is not None and handle.job.ended:
+        # Into the slot of a lost descriptor something may still be read.
+        if handle.slot is not None and handle.job.ended and not handle.job.lost:
             self._slots.give_back(handle.slot)
             handle.slot = None
 
     def _quiet_by_death(self, handle: MooncakeHandle) -> bool:
         return handle.write and handle.peer.process_gone()
-
-
-def _resolved(host: str) -> str:
-    """The numeric address of a host. Raises TransportError for what peers can't dial."""
-    try:
-        found: Any = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
-    except (OSError, UnicodeError) as error:
-        raise TransportError(f"mooncake: host {host!r} has no IPv4 address: {error}") from error
-    if not is_address(str(found)):
-        raise TransportError(f"mooncake: host {host!r} is {found}, which peers can't dial")
-    return str(found)
 
 
 def _check_answers(record: Record) -> None:

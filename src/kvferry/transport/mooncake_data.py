@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Callable, Sequence
 from typing import Annotated, NamedTuple
 
@@ -12,6 +11,7 @@ import numpy.typing as npt
 
 from kvferry.layout import Region
 from kvferry.transport.base import BadTransfer, Batch
+from kvferry.transport.host_address import is_address
 from kvferry.transport.hostmem import Natural
 from kvferry.transport.remote import RemoteRecord, check_regions, decode_record
 
@@ -48,15 +48,6 @@ def decode(record: bytes) -> Record:
         raise BadTransfer(f"mooncake: record's host {decoded.host!r} is no IPv4 address of one machine")
     check_regions(decoded.regions, "mooncake")
     return decoded
-
-
-def is_address(host: str) -> bool:
-    """Whether it is the numeric IPv4 address of one machine, in its canonical form."""
-    try:
-        literal = ipaddress.IPv4Address(host)
-    except ValueError:
-        return False
-    return not (literal.is_unspecified or literal.is_multicast)
 
 
 class Step(NamedTuple):

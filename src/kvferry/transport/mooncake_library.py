@@ -17,6 +17,7 @@ from typing import Any
 
 from kvferry.layout import Region
 from kvferry.transport.base import TransportError, TransportUnavailable
+from kvferry.transport.devices import gpu_number
 
 PACKAGES = (
     "mooncake-transfer-engine-non-cuda",
@@ -118,12 +119,12 @@ class Engine:
     def _location(self, device: str, what: str) -> str:
         if device == "cpu":
             return "*"
-        kind, _, number = device.partition(":")
-        if kind != "cuda" or not (number or "0").isdecimal():
+        number = gpu_number(device, "cuda")
+        if number is None:
             raise TransportError(f"mooncake: {what}: device {device!r} is neither 'cpu' nor 'cuda:N'")
         if not self._cuda:
             raise TransportError(f"mooncake: {what} is on {device!r}, and this wheel of Mooncake moves CPU memory only")
-        return f"cuda:{number or 0}"
+        return f"cuda:{number}"
 
     def open(self, session: str, address: int) -> bool:
         """Asks the peer for its regions, once for all; False where that fails. May block as long as the peer hangs."""
@@ -141,7 +142,11 @@ class Engine:
     def check(self, batch: int) -> int:
         """How a posted descriptor stands. Unless it is PENDING or LATE its number is given back, and must not be used
         again."""
-        return int(self._engine.transfer_check_status(batch))
+        try:
+            return int(self._engine.transfer_check_status(batch))
+        except Exception:
+            # It has not said that it is through with it.
+            return LATE
 
     def close(self) -> None:
         """Ends its threads and connections; takes a second, in which Python stands still."""

@@ -33,13 +33,14 @@ class Job:
     """One transfer's steps. A step begins when the one before it has moved.
 
     in_flight: descriptors that are with the library. failure: why it failed, or empty. late: a descriptor ended badly,
-    and it is not known that nothing of it moves any more.
+    and it is not known that nothing of it moves any more. lost: the library may have one of which nothing is heard.
     """
 
     def __init__(self, name: str, steps: Sequence[Step], *, quiet_reads: bool) -> None:
         self.in_flight = 0
         self.failure = ""
         self.late = False
+        self.lost = False
         self._name = name
         self._quiet_reads = quiet_reads
         self._steps = collections.deque(steps)
@@ -76,6 +77,11 @@ class Job:
     def fail(self, reason: str) -> None:
         """The first reason counts."""
         self.failure = self.failure or f"{self._name}: {reason}"
+
+    def lose(self, reason: str) -> None:
+        """Of one descriptor nobody knows whether the library has it."""
+        self.late = self.lost = True
+        self.fail(reason)
 
     def take(self, room: int) -> tuple[Step, range]:
         """The next descriptors to post, at most `room`."""
@@ -162,7 +168,12 @@ class Queue:
         rows = slice(indexes.start, indexes.stop)
         columns = (array[rows].tolist() for array in (step.local, step.remote, step.lengths))
         for index, local, remote, length in zip(indexes, *columns, strict=True):
-            batch = self._engine.post(self._session, step.write, local, remote, length)
+            try:
+                batch = self._engine.post(self._session, step.write, local, remote, length)
+            except Exception as error:
+                # Not the caller's: he may poll another transfer, and of this one some may be under way.
+                job.lose(f"Mooncake raised {type(error).__name__} for {length} bytes at {remote:#x}: {error}")
+                return
             if batch in REFUSED:
                 job.fail(f"Mooncake takes no transfer of {length} bytes at {remote:#x}; its log says more")
                 return

@@ -17,7 +17,7 @@ QueueFull means that there was none for the first.
 
 What may still land after a failure (`failure_is_quiet` is False). `release` says True only when each call has ended,
 and
-  - all were good, or those that failed had started nothing;
+  - all were good, or those that failed are known to have started nothing;
   - or a read over RDMA with one queue pair failed: it has stopped by then, and what was behind is flushed;
   - or a read over RDMA failed otherwise, once its engine is closed, which destroys the queue pairs;
   - or a write failed, once the peer's process is gone (seen on this host only), since its memory is.
@@ -48,6 +48,7 @@ from kvferry.transport.base import (
     TransportError,
 )
 from kvferry.transport.batches import check_batches
+from kvferry.transport.host_address import resolved
 from kvferry.transport.hostmem import Process
 from kvferry.transport.mori_data import KIND, Record, decode, digest_of, memory_of, pieces
 from kvferry.transport.mori_engine import Engine, Settings, import_io
@@ -60,10 +61,11 @@ CLOSE_S = 2.0
 class MoriTransport:
     """Transport "mori".
 
-    backend: "rdma" or "xgmi". host: the address at which peers reach this worker's engine (RDMA), by default loopback.
+    backend: "rdma" or "xgmi". host: an IPv4 address of this machine, or a name that has one, at which peers reach this
+    worker's engine (RDMA), by default loopback.
     qp_per_transfer, post_batch_size, num_workers: MoRI's own, for RDMA. max_send_wr: work requests that a queue pair
-    takes; not more than the network card's limit. Raises TransportUnavailable when the library or the hardware is
-    missing.
+    takes; not more than the network card's limit. Raises TransportUnavailable when the library, the hardware or the
+    address is missing.
     """
 
     name = "mori"
@@ -89,6 +91,9 @@ class MoriTransport:
             max_send_wr=max_send_wr,
         )
         self._io, self._version = import_io()
+        if backend == "rdma":
+            # MoRI looks no name up. XGMI listens nowhere.
+            self._settings.host = resolved(host, "mori")
         self._regions: tuple[Region, ...] = ()
         self._handles: set[MoriHandle] = set()
         self._home = Engine(self._io, self._settings)
@@ -309,4 +314,4 @@ def _is_loopback(address: str) -> bool:
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
-        return address == "localhost"
+        return False

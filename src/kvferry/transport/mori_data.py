@@ -11,6 +11,7 @@ import numpy as np
 
 from kvferry.layout import Region
 from kvferry.transport.base import BadTransfer, Batch, Offsets, TransportError
+from kvferry.transport.devices import gpu_number
 from kvferry.transport.remote import RemoteRecord, check_regions, decode_record
 
 KIND = "kvferry-mori/1"
@@ -52,17 +53,25 @@ class Piece(NamedTuple):
     remote_offsets: list[int]
     lengths: list[int]
 
+    def cut(self, most: int) -> tuple[Piece, Piece]:
+        """Its first `most` descriptors, and the rest."""
+        arrays = (self.local_offsets, self.remote_offsets, self.lengths)
+        return (
+            Piece(self.regions, *(array[:most] for array in arrays)),
+            Piece(self.regions, *(array[most:] for array in arrays)),
+        )
+
 
 def memory_of(region: Region, what: str, backend: str) -> Memory:
     """Raises TransportError that names `what` where the backend can't move such memory."""
-    kind, _, number = region.device.partition(":")
-    if kind == "cpu" and not number:
+    if region.device == "cpu":
         if backend == "xgmi":
             raise TransportError(f"mori: {what} is on {region.device!r}: backend 'xgmi' moves GPU memory only")
         return Memory(False, -1)
     # ROCm's torch calls its devices cuda as well.
-    if kind in ("cuda", "hip") and (number or "0").isdecimal():
-        return Memory(True, int(number or "0"))
+    number = gpu_number(region.device, "cuda", "hip")
+    if number is not None:
+        return Memory(True, number)
     raise TransportError(f"mori: {what}: device {region.device!r} is neither 'cpu' nor 'cuda:N' nor 'hip:N'")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import re
 import secrets
 import weakref
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 from kvferry.layout import Region
 from kvferry.transport.base import BadTransfer, PeerLost, TransportError, TransportUnavailable
+from kvferry.transport.host_address import check_is_here
 from kvferry.transport.mori_data import Record, memory_of
 
 BACKENDS = ("rdma", "xgmi")
@@ -29,6 +31,16 @@ _VARIABLES = {
     "num_workers": "MORI_IO_NUM_WORKER_THREADS",
     "max_send_wr": "MORI_IO_QP_MAX_SEND_WR",
 }
+_INT = re.compile(r"-?[0-9]{1,18}")
+_BOUNDS = {
+    # Each takes `connect` about a millisecond, with Python's lock held, and all peers share those that a card has.
+    "qp_per_transfer": (1, 128),
+    # Each is a thread that is bound to a core; MoRI starts no more than there are queue pairs.
+    "num_workers": (1, 128),
+    # An int of C in MoRI.
+    "max_send_wr": (2, 2**31 - 1),
+}
+_MOST_PER_POST = 2**31 - 1
 _NO_LIMIT = 1 << 62
 _FALLBACK_PORT = 1
 """The port that MoRI reports when it has made an XGMI backend although RDMA was asked for."""
@@ -36,7 +48,8 @@ _FALLBACK_PORT = 1
 
 @dataclass
 class Settings:
-    """How a transport's engines are made. max_send_wr: work requests that one queue pair takes."""
+    """How a transport's engines are made. host: for RDMA, a numeric address. max_send_wr: work requests that one queue
+    pair takes."""
 
     backend: str
     host: str
@@ -51,11 +64,18 @@ class Settings:
             raise TransportError(f"mori: backend {self.backend!r} is none of {', '.join(BACKENDS)}")
         for name, variable in _VARIABLES.items():
             setattr(self, name, _overridden(variable, getattr(self, name)))
-        for name, least in (("qp_per_transfer", 1), ("num_workers", 1), ("max_send_wr", 2)):
-            if getattr(self, name) < least:
-                raise TransportError(f"mori: {name} is {getattr(self, name)}, must be at least {least}")
-        if self.post_batch_size != -1 and self.post_batch_size < 1:
-            raise TransportError(f"mori: post_batch_size is {self.post_batch_size}, must be -1 or at least 1")
+        for name, (least, most) in _BOUNDS.items():
+            if not least <= getattr(self, name) <= most:
+                raise TransportError(f"mori: {name} is {getattr(self, name)}, must be from {least} to {most}")
+        if self.post_batch_size != -1 and not 1 <= self.post_batch_size <= _MOST_PER_POST:
+            raise TransportError(
+                f"mori: post_batch_size is {self.post_batch_size}, must be -1 or from 1 to {_MOST_PER_POST}"
+            )
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether MoRI deals a call out to several threads, of which each checks and posts its part alone."""
+        return self.backend == "rdma" and min(self.num_workers, self.qp_per_transfer) > 1
 
     def limit(self, max_send_wr: int) -> None:
         """The network card takes less than we were told; what comes next keeps to it."""
@@ -257,6 +277,9 @@ def import_io() -> tuple[Any, str]:
 
 
 def _make(io: Any, settings: Settings, key: str) -> Any:
+    if settings.backend == "rdma":
+        # Where it can't listen MoRI ends the process.
+        check_is_here(settings.host, "mori")
     try:
         engine = io.IOEngine(key, io.IOEngineConfig(host=settings.host, port=0))
         engine.create_backend(*_backend(io, settings))
@@ -282,7 +305,10 @@ def _backend(io: Any, settings: Settings) -> tuple[Any, Any]:
 
 def _overridden(variable: str, value: int) -> int:
     found = os.environ.get(variable, "")
-    return int(found) if found.lstrip("-").isdecimal() else value
+    if found and not _INT.fullmatch(found):
+        # What MoRI would make of it is not known, and it must be what is counted with here.
+        raise TransportError(f"mori: {variable} is {found!r}, must be an integer")
+    return int(found) if found else value
 
 
 def text_of(error: Exception) -> str:

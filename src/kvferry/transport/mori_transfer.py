@@ -12,7 +12,9 @@ from kvferry.transport.mori_engine import Engine, Link, text_of
 from kvferry.transport.remote import RemoteWorker
 
 _SQ_FULL = re.compile(r"SQ full .*? max=(\d+)")
-_STARTED_NOTHING = ("ERR_INVALID_ARGS", "ERR_NOT_FOUND", "ERR_BAD_STATE")
+_STARTED_NOTHING = ("ERR_INVALID_ARGS", "ERR_NOT_FOUND")
+"""Codes with which a call is refused before it posts. ERR_BAD_STATE is none: also a part that is dropped by MoRI's
+worker threads gets it, while the other parts go on."""
 _COMPLETIONS = ("Work Request Flushed", "local ", "remote ", "transport retry", "RNR retry", "bad response")
 """How verbs' words for a failed completion begin; what a call says that fails as it posts begins otherwise."""
 
@@ -74,7 +76,7 @@ class MoriHandle:
 
     def send(self) -> bool:
         """Makes the next call. False when there is no room for it, and nothing of it was started."""
-        link, piece = self.peer.link, self.waiting[0]
+        link, piece = self.peer.link, self._next_piece()
         share = self._settings.queue_share(len(piece.lengths))
         if link.queued + share > self._settings.max_send_wr:
             return False
@@ -95,6 +97,13 @@ class MoriHandle:
             link.queued += share
             self.posted.append(_Posted(status, share))
         return True
+
+    def _next_piece(self) -> Piece:
+        """The first that waits, cut if the card has turned out to take less since it was made."""
+        most = self._settings.piece_descriptors()
+        if len(self.waiting[0].lengths) > most:
+            self.waiting.extendleft(reversed(self.waiting.popleft().cut(most)))
+        return self.waiting[0]
 
     def drive(self) -> None:
         """Looks at the calls under way, then makes the next."""
@@ -146,7 +155,7 @@ class MoriHandle:
     def _call_failed(self, code: str, message: str) -> None:
         text = f"{code}: {message}"
         self.fail(text)
-        if code in _STARTED_NOTHING:
+        if code in _STARTED_NOTHING and not self._settings.in_parts:
             return
         rdma = self._settings.backend == "rdma"
         if rdma:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from kvferry.layout import Region
 from kvferry.transport.base import BadTransfer, Batch, Offsets, TransportError
+from kvferry.transport.devices import gpu_number
 from kvferry.transport.remote import RemoteRecord, check_regions, decode_record
 
 KIND = "kvferry-nixl/1"
@@ -63,11 +64,11 @@ def _rows(base: int, offsets: Offsets, lengths: Offsets, device: int) -> Rows:
 
 def memory_of(region: Region, what: str) -> tuple[str, int]:
     """NIXL's kind of memory and device number of a region."""
-    kind, _, number = region.device.partition(":")
-    if kind == "cpu":
+    if region.device.partition(":")[0] == "cpu":
         return "DRAM", 0
-    if kind == "cuda" and (number or "0").isdecimal():
-        return "VRAM", int(number or "0")
+    number = gpu_number(region.device, "cuda")
+    if number is not None:
+        return "VRAM", number
     raise TransportError(f"nixl: {what}: device {region.device!r} is neither 'cpu' nor 'cuda:N'")
 
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import typing
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
+
+import msgspec
 
 from kvferry.transport.base import Transport, TransportError
 
@@ -24,6 +27,7 @@ _CLASSES = {
 GROUP = "kvferry.transports"
 """The group of entry points by which other packages offer transports: name = "package.module:Class"."""
 
+_SHOWN_CHARS = 200
 _NEEDED = {"name", "options", *(method for method in vars(Transport) if not method.startswith("_"))}
 
 
@@ -40,15 +44,41 @@ def options(name: str) -> tuple[str, ...]:
 def make(name: str, options: Mapping[str, object] | None = None) -> Transport:
     """A new transport with its options (docs/transports.md).
 
-    Raises TransportError for an unknown name or option, or another package's broken transport; TransportUnavailable
-    where the library is missing.
+    Raises TransportError for an unknown name or option, a value that is not of the type that the constructor's
+    annotation tells, or another package's broken transport; TransportUnavailable where the library is missing.
     """
     transport_class = _class_of(name)
     given = dict(options or {})
     unknown = sorted(set(given) - set(transport_class.options))
     if unknown:
         raise TransportError(f"{name}: unknown option {unknown[0]!r}; known are {', '.join(transport_class.options)}")
+    hints = _hints_of(transport_class)
+    for option, value in given.items():
+        _check_type(f"{name}: option {option}", value, hints.get(option, Any))
     return cast(Transport, transport_class(**given))
+
+
+def _hints_of(transport_class: Any) -> dict[str, Any]:
+    """The constructor's annotations by option; none where they can't be told, as another package may write them."""
+    try:
+        return typing.get_type_hints(transport_class.__init__, include_extras=True)
+    except Exception:
+        return {}
+
+
+def _check_type(what: str, value: object, hint: Any) -> None:
+    try:
+        msgspec.convert(value, hint)
+    except msgspec.ValidationError as error:
+        raise TransportError(f"{what}: {error}: {_shown(value)}") from error
+    except TypeError:
+        # A kind of annotation that msgspec does not know: a callable among others, say. Its constructor has to look.
+        return
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
 
 def _class_of(name: str) -> Any:

@@ -25,7 +25,8 @@ def decode_record(record: bytes, record_type: type[R], transport: str, kind: str
     """Raises BadTransfer for what is no record of this transport."""
     try:
         decoded = msgspec.msgpack.decode(record, type=record_type)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    # RecursionError: one that is nested too deeply, even where nobody looks.
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadTransfer(f"{transport}: malformed record of {len(record)} bytes: {error}") from error
     if decoded.kind != kind:
         raise BadTransfer(f"{transport}: record of kind {decoded.kind!r}, expected {kind!r}")

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from stand_ins import card_held, fail_request, queue_pairs, requests
-from steps import OUTSIDE, UNEQUAL, connect, landed, spread
+from steps import OUTSIDE, TEN_BYTES, UNEQUAL, connect, landed, spread
 from transport_harness import (
     SIZES,
     Kit,
@@ -31,7 +32,16 @@ from transport_harness import (
 )
 
 from kvferry.transport import mori
-from kvferry.transport.base import BadTransfer, PeerLost, QueueFull, State, TransportError
+from kvferry.transport.base import (
+    BadTransfer,
+    Batch,
+    PeerLost,
+    QueueFull,
+    State,
+    TransportError,
+    TransportUnavailable,
+)
+from kvferry.transport.registry import make
 
 KIT = Kit("mori-rdma", "mori", {"backend": "rdma"})
 Spawn = Callable[[], PeerProcess]
@@ -101,6 +111,27 @@ def test_a_card_that_takes_less_than_told(side: MakeSide, spawn: Spawn, monkeypa
     here.transport.close()
     assert here.transport.release(handle)
     assert here.transport.live_handles == 0
+
+
+def test_what_waits_while_another_card_turns_out_to_take_less(
+    side: MakeSide, spawn: Spawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit that one transfer has met holds for all, also for what was cut for a longer queue and waits."""
+    here, first, second = side(), spawn(), spawn()
+    one, other = connect(here, first), connect(here, second)
+    fail_request(1)
+    give_back(here.transport, failed(here, other, spread(1)))
+    monkeypatch.setenv("STAND_IN_VERBS_MAX_WR", "40")
+    other = here.transport.connect(second.record)
+    long = scattered(5000, SIZES[0], 1)
+    expected = moved(here.buffers[0], pattern(1, SIZES[0]), *long[2:])
+    with card_held():
+        handle = here.transport.read(one, [long, long])
+        assert here.transport.poll(handle).state is State.PENDING
+        starts = np.arange(100) * 20
+        failed(here, other, batch(starts, starts, np.full(100, TEN_BYTES), (1, 0)))
+    finish(here.transport, handle)
+    assert np.array_equal(here.buffers[0], expected)
 
 
 @pytest.mark.parametrize("operation", ["read", "write"])
@@ -311,6 +342,56 @@ def test_regions_must_be_those_that_the_library_describes(side: MakeSide) -> Non
     longer = [{"address": r.address, "length_bytes": 2 * r.length_bytes, "device": r.device} for r in regions]
     with pytest.raises(BadTransfer, match="not those that MoRI describes"):
         side().transport.connect(changed(record, regions=longer))
+
+
+def failed(here: Side, connected: Any, what: Batch) -> Any:
+    """A read that has failed."""
+    handle = here.transport.read(connected, [what])
+    assert settle(here.transport, handle).state is State.FAILED
+    return handle
+
+
+@pytest.mark.parametrize(
+    ("host", "text"),
+    [
+        ("192.0.2.7", r"mori: host 192\.0\.2\.7 is no address of this machine: Cannot assign requested address"),
+        ("::1", "mori: host '::1' has no IPv4 address"),
+        ("", "mori: host '' has no IPv4 address"),
+        ("a" * 64, "has no IPv4 address"),
+    ],
+)
+def test_a_host_that_this_machine_does_not_have(host: str, text: str) -> None:
+    """The library would end the process, or take it and be reached by nobody."""
+    with pytest.raises(TransportUnavailable, match=text):
+        make("mori", {"host": host})
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "224.0.0.1", "255.255.255.255"])
+def test_a_host_that_no_peer_can_dial(host: str) -> None:
+    with pytest.raises(TransportError, match=f"mori: host '{host}' is {host}, which peers can't dial"):
+        make("mori", {"host": host})
+
+
+def test_a_host_by_name(side: MakeSide) -> None:
+    """The library takes numbers only, so peers are told the number."""
+    here, there = side(), side(host="localhost")
+    record = there.transport.record()
+    assert msgspec.msgpack.decode(record)["address"] == "127.0.0.1"
+    finish(here.transport, here.transport.read(here.transport.connect(record), [WHOLE]))
+
+
+def test_an_address_that_is_lost_does_not_end_the_process(side: MakeSide, spawn: Spawn) -> None:
+    """A fresh engine would listen on it."""
+    here, peer = side(), spawn()
+    dead = connect(here, peer)
+    fail_request(1)
+    give_back(here.transport, failed(here, dead, WHOLE))
+    here.transport._settings.host = "192.0.2.7"
+    with pytest.raises(TransportUnavailable, match="is no address of this machine"):
+        here.transport.connect(peer.record)
+    assert here.transport.live_engines == 1
+    here.transport._settings.host = "127.0.0.1"
+    finish(here.transport, here.transport.read(here.transport.connect(peer.record), [WHOLE]))
 
 
 def count_threads() -> int:

@@ -45,6 +45,12 @@ def test_a_transfer_ends_when_it_is_polled(side: MakeSide, spawn: Spawn) -> None
     assert np.array_equal(here.buffers[0], pattern(1, SIZES[0]))
 
 
+def test_no_host_is_asked_for() -> None:
+    """It listens nowhere; the worker's address may be one that RDMA would refuse."""
+    for host in ("192.0.2.7", "::1"):
+        make("mori", {"backend": "xgmi", "host": host}).close()
+
+
 def test_a_copy_that_fails_in_mid_batch(side: MakeSide, spawn: Spawn) -> None:
     """What was started before it may land after the failure is reported, so the read is never quiet."""
     here = side()
