@@ -177,6 +177,7 @@ def test_the_older_wire_format_is_understood(frame, transfer_id, size):
         msgspec.msgpack.encode({"type": "release", "transfer_id": "tx-1", "consumer_tp_size": 0}),
         msgspec.msgpack.encode({"type": "release", "transfer_id": "tx-1", "consumer_tp_size": -1}),
         msgspec.msgpack.encode({"type": "release", "transfer_id": 7}),
+        msgspec.msgpack.encode({"type": "release", "transfer_id": ""}),
         msgspec.msgpack.encode({"type": "release"}),
     ],
 )

@@ -43,12 +43,80 @@ def test_settings_are_read() -> None:
         ({"discovery": "10.0.0.1:30001"}, "http_port is 0"),
         ({"discovery": "10.0.0.1:30001", "http_port": 65536}, "http_port is 65536"),
         ({"mode": "write", "read_mode": "true"}, "mode is 'write' and read_mode"),
-        ({"recv_abort_timeout": 1}, "load_s, which is 1.0.*recv_abort_timeout is load_s"),
+        ({"recv_abort_timeout": 1, "claim_reply_s": 2}, "load_s, which is 1.0.*recv_abort_timeout is load_s"),
+        ({"longest_hold_s": 30, "first_hold_s": 60}, "first_hold_s is 60.0, must not exceed longest_hold_s"),
+        ({"longest_hold_s": 30, "defer_timeout": 60}, "first_hold_s is 60.0.*defer_timeout is first_hold_s"),
+        (
+            {"longest_hold_s": 8, "renew_s": 5},
+            "renew_s is 5.0.*lease_s, which is 8.0.*lease_s is not given and follows",
+        ),
+        ({"longest_hold_s": 0}, "longest_hold_s is 0.0"),
+        ({"longest_hold_s": -1}, "longest_hold_s is -1.0"),
+        ({"first_hold_s": float("inf")}, "first_hold_s is inf"),
+        ({"load_s": float("nan")}, "load_s is nan"),
+        ({"transports": ["local", "local"]}, "transports is local, local: 'local' is there 2 times"),
+        ({"transports": ["a.b:C", "nixl", "a.b:C"]}, "'a.b:C' is there 2 times"),
+        ({"transports": ["nixl"], "transport_options": {"nixxl": {}}}, "options of 'nixxl'.*transports: nixl$"),
+        ({"transports": ["nixl"], "transport_options": {"nixl": {}, "local": {"threads": 1}}}, "options of 'local'"),
+        ({"transports": ["local"], "transport_options": {"mori": {}}, "backend": "rdma"}, "options of 'mori'"),
+        ({"transports": ["a.b:C"], "transport_options": {"C": {}}}, "options of 'C'.*transports: a.b:C"),
+        ({"transport_options": {"mooncake": {}}}, "options of 'mooncake'.*transports: local, mori, nixl"),
     ],
 )
 def test_what_means_nothing_is_named(extra: dict, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         parse(extra)
+
+
+@pytest.mark.parametrize(
+    ("extra", "moved"),
+    [
+        ({"longest_hold_s": 30}, {"first_hold_s": 30}),
+        ({"longest_hold_s": 8}, {"first_hold_s": 8, "lease_s": 8, "renew_s": 4}),
+        ({"longest_hold_s": 8, "lease_s": 6}, {"first_hold_s": 8, "renew_s": 3}),
+        ({"longest_hold_s": 300}, {}),
+        ({"lease_s": 4}, {"renew_s": 2}),
+        ({"first_hold_s": 900}, {"longest_hold_s": 900}),
+        ({"first_hold_s": 900, "longest_hold_s": 1000}, {}),
+        ({"lease_s": 700, "first_hold_s": 650}, {"longest_hold_s": 700}),
+        ({"load_s": 1}, {"claim_reply_s": 1}),
+        ({"load_s": 1.5, "write_s": 0.5}, {"claim_reply_s": 0.5}),
+    ],
+)
+def test_times_that_are_not_given_follow_those_that_are(extra: dict, moved: dict) -> None:
+    config = parse(extra)
+    assert config == msgspec.structs.replace(Config(), **extra, **moved)
+    assert config.leases().longest_hold_s == config.longest_hold_s
+
+
+@pytest.mark.parametrize(
+    ("key", "extra", "moved"),
+    [
+        ("defer_timeout", {"defer_timeout": 900}, {"first_hold_s": 900, "longest_hold_s": 900}),
+        ("defer_timeout", {"defer_timeout": "900", "longest_hold_s": 1000}, {"first_hold_s": 900}),
+        ("recv_abort_timeout", {"recv_abort_timeout": 1}, {"load_s": 1, "claim_reply_s": 1}),
+    ],
+)
+def test_times_follow_moriios_too(key: str, extra: dict, moved: dict) -> None:
+    native = {name: value for name, value in extra.items() if name != key}
+    assert parse(extra) == msgspec.structs.replace(Config(), **native, **moved)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"transport_options": {"local": {"threads": 2}, "nixl": {}, "mori": {}}},  # all of the default
+        {"transports": ["a.b:C", "nixl"], "transport_options": {"a.b:C": {"port": 7}}},
+        {"transports": ["mori"], "transport_options": {"mori": {"num_workers": 2}}, "backend": "rdma"},
+        {"transports": ["local"], "backend": "rdma", "qp_per_transfer": 2},  # MoRIIO's keys only where mori is
+        {"backend": "rdma"},
+    ],
+)
+def test_options_of_transports_that_are_used_are_taken(extra: dict) -> None:
+    config = parse(extra, log_ignored=False)
+    assert config.transport_options.keys() <= set(config.transports)
+    for name, options in extra.get("transport_options", {}).items():
+        assert config.transport_options[name].items() >= options.items()
 
 
 def test_modes_and_discovery_are_read() -> None:

@@ -105,9 +105,16 @@ def test_geometry_and_offsets(name: str) -> None:
     assert compute_block_transfer_offsets(*arguments) == merge_contiguous_offsets(*OFFSETS[name])
 
 
-def test_the_remote_stride_is_the_local_one_where_no_number_of_blocks_is_given() -> None:
-    geometry = get_layer_transfer_geometry("separated", CACHES["separated"], SPECS)
+@pytest.mark.parametrize("of", [get_layer_transfer_geometry, moriio_layout.get_layer_transfer_geometry])
+@pytest.mark.parametrize("given", [(), (None,), (0,)])
+def test_the_remote_stride_is_the_local_one_where_no_number_of_blocks_is_given(of: Any, given: tuple[Any, ...]) -> None:
+    geometry = of("separated", CACHES["separated"], SPECS, *given)
     assert geometry.local_kv_stride == geometry.remote_kv_stride == 8 * 24
+
+
+@pytest.mark.parametrize("of", [compute_block_transfer_offsets, moriio_layout.compute_block_transfer_offsets])
+def test_of_no_remote_blocks_nothing_is_moved(of: Any) -> None:
+    assert of("separated", CACHES["separated"], SPECS, [], [], 0) == ([], [], [])
 
 
 @pytest.mark.parametrize("order", list(permutations(SHAPES)))
@@ -214,10 +221,67 @@ def test_kernel_blocks_of_a_spec_without_heads_are_ambiguous() -> None:
     assert get_layer_transfer_geometry("a", cache(2, 8, 8, 2, 3), {"a": spec}).block_size == 8
 
 
+# A page of 112 bytes: a convolution's window of 3 steps and 8 channels in floats, then a state of 2 x 2 in floats.
+STATES = MambaSpec(block_size=16, shapes=((3, 8), (2, 2)), dtypes=(torch.float32,) * 2)
+REGIONS_OF = [iter_layer_registration_regions, moriio_layout.iter_layer_registration_regions]
+
+
+def pages(
+    num_pages: int = 8, page_bytes: int = 112, stride_bytes: int = 112, first: int = 0, after: int = 0
+) -> torch.Tensor:
+    """Of a larger memory, with so many bytes after the last page's stride."""
+    memory = cache(first + num_pages * stride_bytes + after, dtype=torch.int8)
+    shape, strides = (num_pages, 1, 1, page_bytes), (stride_bytes, page_bytes, page_bytes, 1)
+    return memory.as_strided(shape, strides, first)
+
+
+@pytest.mark.parametrize("of", REGIONS_OF, ids=["kvferry", "vllm"])
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [
+        (pages(), [(0, 8 * 112), (96, 7 * 112 + 16)]),
+        (pages(stride_bytes=128), [(0, 8 * 128), (96, 7 * 128 + 32)]),
+        (pages(page_bytes=128, stride_bytes=256, first=64, after=128), [(0, 8 * 256), (96, 8 * 256)]),
+    ],
+    ids=["dense", "padded", "of a larger memory"],
+)
+def test_regions_of_states(of: Any, tensor: torch.Tensor, expected: list[tuple[int, int]]) -> None:
+    """Both reach over all pages, as far as there is memory; and the tensors are the states."""
+    regions = of("mixer", tensor, {"mixer": STATES})
+    assert [(state.data_ptr() - tensor.data_ptr(), length_bytes) for state, length_bytes in regions] == expected
+    assert [tuple(state.shape) for state, _ in regions] == [(8, 3, 8), (8, 2, 2)]
+    regions[1][0][5, 1, 1] = 1.0  # the last float of page 5
+    assert tensor[5, 0, 0, 108:112].tolist() == [0, 0, -128, 63]
+    assert tensor.count_nonzero() == 2
+
+
+@pytest.mark.parametrize("of", REGIONS_OF, ids=["kvferry", "vllm"])
+@pytest.mark.parametrize(
+    ("tensor", "spec", "named"),
+    [
+        (pages(), MambaSpec(block_size=16, shapes=((3, 8),), dtypes=(torch.float32,)), "1 states"),
+        (pages(page_bytes=111), STATES, "no page of 112 bytes"),
+        (pages()[:0], STATES, "no page"),
+        (cache(8, 1, 1, 28, dtype=torch.float32), STATES, "float32.*bytes"),
+        (cache(8, 112, dtype=torch.int8), STATES, "must be"),
+        (cache(8, 2, 1, 56, dtype=torch.int8), STATES, "must be"),
+        (cache(8, 1, 1, 224, dtype=torch.int8)[..., ::2], STATES, "side by side"),
+    ],
+)
+def test_states_that_cannot_be_registered_are_refused(of: Any, tensor: Any, spec: KVCacheSpec, named: str) -> None:
+    vllms = of is REGIONS_OF[1]
+    with pytest.raises(ValueError, match=None if vllms else f"layer mixer, recurrent cache .*{named}"):
+        of("mixer", tensor, {"mixer": spec})
+
+
+def test_states_that_are_not_aligned_are_refused() -> None:
+    with pytest.raises(ValueError, match="layer mixer, recurrent cache"):
+        iter_layer_registration_regions("mixer", pages(stride_bytes=113), {"mixer": STATES})
+
+
 def test_states_are_refused_by_name() -> None:
-    state = MambaSpec(block_size=16, shapes=((3, 8), (2, 2)), dtypes=(torch.float32,) * 2)
     with pytest.raises(ValueError, match=r"layer mixer.*state"):
-        get_layer_transfer_geometry("mixer", cache(8, 1, 1, 112, dtype=torch.int8), {"mixer": state})
+        get_layer_transfer_geometry("mixer", pages(), {"mixer": STATES})
 
 
 @pytest.mark.parametrize("call", [get_layer_transfer_geometry, iter_layer_registration_regions])
@@ -250,7 +314,8 @@ def test_specs_of_all_groups_and_of_each_layer_of_a_group() -> None:
         ([1], [16], 16, r"remote_block_ids: block id 16 is outside \[0, 16\)"),
         ([1], [4, -1], 16, "remote_block_ids: block id -1"),
         ([1], [4.0], 16, r"remote_block_ids: block id 4\.0"),
-        ([1], [0], 0, "remote_num_blocks is 0"),
+        ([1], [0], 0, r"remote_block_ids: block id 0 is outside \[0, 0\)"),
+        ([1], [0], -1, "remote_num_blocks is -1"),
     ],
 )
 def test_blocks_that_are_not_there_are_refused(
@@ -504,7 +569,9 @@ def test_all_forms_of_a_release_are_read(frame: bytes, expected: tuple[str, int]
 @pytest.mark.parametrize(
     ("frame", "named"),
     [
-        (b"", "empty"),
+        (b"", "transfer_id is empty"),
+        (msgspec.msgpack.encode({"type": "release", "transfer_id": ""}), "no release: transfer_id is empty"),
+        (msgspec.msgpack.encode({"type": "release", "transfer_id": "", "consumer_tp_size": 2}), "transfer_id is empty"),
         (b"\xff\xfe", "no release"),
         (msgspec.msgpack.encode({"type": "release", "transfer_id": "t", "consumer_tp_size": 0}), "consumer_tp_size"),
         (msgspec.msgpack.encode({"type": "release", "transfer_id": "t", "consumer_tp_size": "x"}), "consumer_tp_size"),

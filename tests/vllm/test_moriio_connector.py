@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,6 +108,7 @@ def test_without_the_transport_it_takes_those_that_there_are() -> None:
         ({"port": 0}, {"port": 0}),
         ({"defer_timeout": 900}, {"first_hold_s": 900, "longest_hold_s": 900}),
         ({"first_hold_s": 5}, {"first_hold_s": 5}),
+        ({"longest_hold_s": 30}, {"longest_hold_s": 30, "first_hold_s": 30}),
         ({"recv_abort_timeout": 40, "transfer_timeout": 30}, {"load_s": 40}),
         ({"transfer_timeout": 30}, {"load_s": 30}),
         ({"load_s": 20}, {"load_s": 20}),
@@ -158,6 +161,7 @@ def test_the_host_is_the_one_that_vllm_finds_where_it_is_protected(
         ({"port": 1, "handshake_port": 2}, "handshake_port"),
         ({"reed_mode": True}, "reed_mode"),
         ({"backend": "tcp", "transports": ["mori"]}, "backend"),
+        ({"transports": ["local"], "transport_options": {"mori": {}}}, "options of 'mori'.*transports: local"),
     ],
 )
 def test_what_contradicts_or_means_nothing_is_named(extra: dict[str, Any], named: str) -> None:
@@ -388,14 +392,12 @@ def test_a_release_frees_what_it_names(make_engine: Callable[..., Engine]) -> No
 class Peer:
     """The notification socket of a producer of vLLM's."""
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.ipv6 = ":" in host
-        self.host, self.port = (
-            host,
-            self._socket.bind_to_random_port(f"tcp://[{host}]" if ":" in host else "tcp://" + host),
-        )
+        self._socket.bind(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+        self.host, self.port = host, int(self._socket.last_endpoint.rpartition(b":")[2])
 
     def receive(self) -> tuple[bytes, bytes]:
         """Who says it, and what."""
@@ -420,6 +422,18 @@ def notifier() -> Iterator[Notifier]:
     notifier = Notifier()
     yield notifier
     notifier.close()
+
+
+@pytest.fixture
+def make_peer() -> Iterator[Callable[..., Peer]]:
+    with ExitStack() as made:
+        yield lambda *address: made.enter_context(closing(Peer(*address)))
+
+
+@pytest.fixture
+def make_notifier() -> Iterator[Callable[..., Notifier]]:
+    with ExitStack() as made:
+        yield lambda **options: made.enter_context(closing(Notifier(**options)))
 
 
 def test_what_a_peer_of_vllms_hears(peer: Peer, notifier: Notifier) -> None:
@@ -464,6 +478,91 @@ def test_ids_that_are_no_text_are_left_out(
     assert peer.receive()[1] == b"tx-1"
     assert "no notification for 7" in caplog.text
     peer.close()
+
+
+def test_all_of_a_burst_arrive_at_a_peer_that_reads(notifier: Notifier, make_peer: Callable[..., Peer]) -> None:
+    """Many times what a connection's queue holds, in order."""
+    peer, sent = make_peer(), [f"tx-{number}" for number in range(20_000)]
+    with ThreadPoolExecutor(1) as pool:
+        heard = pool.submit(lambda: [peer.receive()[1].decode() for _ in sent])
+        notifier.send_notify(sent, peer.host, peer.port)
+        assert heard.result() == sent
+
+
+def test_a_peer_that_takes_nothing_is_waited_for_a_while_and_told_how_far_it_went(
+    make_notifier: Callable[..., Notifier], make_peer: Callable[..., Peer]
+) -> None:
+    """What was queued stays, in case the peer does come; and others hear meanwhile."""
+    gone, other = make_peer(), make_peer()
+    host, port = gone.host, gone.port
+    gone.close()
+    notifier = make_notifier(wait_s=0.05)
+    with pytest.raises(zmq.ZMQError, match=rf"^1000 of 1500 messages went to tcp://{host}:{port}, .*0\.05 s$"):
+        notifier.send_notify([f"tx-{number}" for number in range(1500)], host, port)
+    with pytest.raises(zmq.ZMQError, match=r"^0 of 1 messages"):
+        notifier.send_notify("tx-1500", host, port)
+    notifier.send_notify("tx-1", other.host, other.port)
+    assert other.receive()[1] == b"tx-1"
+    late = make_peer(host, port)
+    assert [late.receive()[1] for _ in range(1000)] == [f"tx-{number}".encode() for number in range(1000)]
+    notifier.send_notify("tx-1500", host, port)
+    assert late.receive()[1] == b"tx-1500"
+
+
+def test_a_peer_that_takes_nothing_holds_up_no_other(
+    make_notifier: Callable[..., Notifier], make_peer: Callable[..., Peer]
+) -> None:
+    gone, other = make_peer(), make_peer()
+    gone.close()
+    notifier = make_notifier(wait_s=RECEIVE_MS / 1000)
+    notifier.send_notify(["tx"] * 1000, gone.host, gone.port)
+    (connection,) = notifier._connections.values()
+    with ThreadPoolExecutor(1) as pool:
+        stuck = pool.submit(notifier.send_notify, "tx", gone.host, gone.port)
+        eventually(connection._lock.locked)
+        notifier.send_notify("tx-1", other.host, other.port)
+        assert other.receive()[1] == b"tx-1"
+        assert not stuck.done()
+        make_peer(gone.host, gone.port)
+        stuck.result()
+
+
+@pytest.mark.parametrize("port", [70000, "70000", -1, "0", "any", 6105.5, float("nan")])
+def test_a_port_that_is_none_is_named(port: Any, notifier: Notifier) -> None:
+    with pytest.raises(ValueError, match=rf"127\.0\.0\.1:{port}: .*port within 1\.\.65535"):
+        notifier.send_notify("tx-1", "127.0.0.1", port)
+
+
+def test_a_host_that_is_no_text_is_named(notifier: Notifier) -> None:
+    host: Any = 5
+    with pytest.raises(ValueError, match=r"5:6105: that is no host"):
+        notifier.send_notify("tx-1", host, 6105)
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_ipv6_peer_is_written_with_or_without_brackets(
+    host: str, notifier: Notifier, make_peer: Callable[..., Peer]
+) -> None:
+    peer = make_peer("::1")
+    notifier.send_notify("tx-1", host, peer.port)
+    assert peer.receive()[1] == b"tx-1"
+
+
+def test_a_release_of_no_transfer_is_not_sent(
+    notifier: Notifier,
+    make_peer: Callable[..., Peer],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("kvferry"), "propagate", True)
+    peer = make_peer()
+    for message_type in (None, "release"):
+        notifier.send_notify("", peer.host, peer.port, message_type)
+    with pytest.raises(ValueError, match="transfer_id is empty"):
+        notifier.send_notify("tx-1", peer.host, peer.port, "release", {"transfer_id": ""})
+    notifier.send_notify("tx-2", peer.host, peer.port)
+    assert peer.receive()[1] == b"tx-2"  # and nothing before it
+    assert caplog.text.count("no notification for ''") == 2
 
 
 def test_after_a_bad_address_others_still_hear(notifier: Notifier) -> None:

@@ -82,11 +82,6 @@ def test_without_a_router_its_port_means_nothing(proxy: dict[str, Any]) -> None:
     assert translate(proxy) == ({}, tuple(proxy))
 
 
-def test_a_longer_first_hold_than_any_hold_may_last_lengthens_that_too() -> None:
-    assert translate({"defer_timeout": 900})[0] == {"first_hold_s": 900, "longest_hold_s": 900}
-    assert translate({"defer_timeout": 900, "longest_hold_s": 1000})[0]["longest_hold_s"] == 1000
-
-
 def test_transfer_timeout_limits_a_load_where_nothing_else_does() -> None:
     assert translate({"transfer_timeout": 40}) == ({"load_s": 40}, ())
 

@@ -404,7 +404,7 @@ Message: TypeAlias = (
 class MoriioRelease(msgspec.Struct, frozen=True, tag_field="type", tag="release"):
     """PlainRelease as a map on the wire of vLLM's MoRIIO connector."""
 
-    transfer_id: Id
+    transfer_id: Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
     consumer_tp_size: Annotated[int, Meta(ge=1, le=2**16)] = 1
 
 

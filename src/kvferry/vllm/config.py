@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -16,6 +16,14 @@ logger = logging.getLogger(__name__)
 
 _LEASES = Leases()
 
+_BOUNDS = (
+    ("first_hold_s", "longest_hold_s", 1),
+    ("lease_s", "longest_hold_s", 1),
+    ("renew_s", "lease_s", 2),
+    ("claim_reply_s", "load_s", 1),
+    ("claim_reply_s", "write_s", 1),
+)
+"""What Leases asks of times: how many of the first must fit into the second."""
 
 DEFAULT_TRANSPORTS = ("local", "mori", "nixl")
 """The best first; what is not installed is left out. Mooncake listens on every interface, so it must be asked for."""
@@ -95,24 +103,43 @@ def parse(extra_config: Mapping[str, Any], log_ignored: bool = True) -> Config:
     except ValueError as error:
         raise ConfigError(f"kv_connector_extra_config: {error}") from None
     try:
-        config = msgspec.convert(native, Config)
+        config = _fitted(msgspec.convert(native, Config), native.keys())
     except msgspec.ValidationError as error:
         known = ", ".join(Config.__struct_fields__)
         raise ConfigError(f"kv_connector_extra_config: {error} (known keys: {known})") from None
     try:
         _check(config)
     except ValueError as error:
-        meanings = moriio_keys.meanings(extra_config)
-        raise ConfigError(f"kv_connector_extra_config: {error}{meanings and f' ({meanings})'}") from None
+        moved = [f"{name} is not given and follows the others" for name in _moved(config, native.keys())]
+        notes = ", ".join(filter(None, [moriio_keys.meanings(extra_config), *moved]))
+        raise ConfigError(f"kv_connector_extra_config: {error}{notes and f' ({notes})'}") from None
     if ignored and log_ignored:
         logger.warning("kvferry: settings of MoRIIO's that mean nothing here are ignored: %s", ", ".join(ignored))
     return config
 
 
+def _fitted(config: Config, given: Collection[str]) -> Config:
+    """A default gives way to a limit that was given, and the longest hold's to a longer hold or lease."""
+    times = {name: getattr(config, name) for name in config.__struct_fields__ if name.endswith("_s")}
+    if "longest_hold_s" not in given:
+        times["longest_hold_s"] = max(times[name] for name in ("longest_hold_s", "first_hold_s", "lease_s"))
+    for smaller, larger, ratio in _BOUNDS:
+        bound = times[larger] / ratio
+        if smaller not in given and 0 < bound < times[smaller]:
+            times[smaller] = bound
+    return msgspec.structs.replace(config, **times)
+
+
+def _moved(config: Config, given: Collection[str]) -> list[str]:
+    """The times that are not the default and were not given either."""
+    defaults = Config()
+    times = [name for name in config.__struct_fields__ if name.endswith("_s") and name not in given]
+    return [name for name in times if getattr(config, name) != getattr(defaults, name)]
+
+
 def _check(config: Config) -> None:
     """Raises ValueError for values that have the right type and mean nothing."""
-    if not config.transports:
-        raise ValueError("transports is empty: name at least one")
+    _check_transports(config.transports, config.transport_options)
     for name in ("max_held", "max_quarantined"):
         if not 0.0 < getattr(config, name) <= 1.0:
             raise ValueError(f"{name} is {getattr(config, name)}, not in (0, 1]")
@@ -121,6 +148,19 @@ def _check(config: Config) -> None:
     config.leases()
     if config.discovery is not None:
         _check_discovery(config.discovery, config.http_port)
+
+
+def _check_transports(transports: tuple[str, ...], options: Mapping[str, object]) -> None:
+    if not transports:
+        raise ValueError("transports is empty: name at least one")
+    for name in transports:
+        if transports.count(name) > 1:
+            raise ValueError(f"transports is {', '.join(transports)}: {name!r} is there {transports.count(name)} times")
+    for name in options:
+        if name not in transports:
+            raise ValueError(
+                f"transport_options has options of {name!r}, which is not among the transports: {', '.join(transports)}"
+            )
 
 
 def _check_discovery(discovery: str, http_port: int) -> None:

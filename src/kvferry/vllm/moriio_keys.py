@@ -6,7 +6,7 @@
 | proxy_ip and proxy_ping_port | discovery |
 | http_port, host_ip | the same |
 | handshake_port | port: one rendezvous serves all ranks, so MoRIIO's port per rank is not computed from it |
-| defer_timeout, how long a finished prefill's blocks wait | first_hold_s, and longest_hold_s where that is shorter |
+| defer_timeout, how long a finished prefill's blocks wait | first_hold_s |
 | recv_abort_timeout, when a READ under way is given up | load_s |
 | transfer_timeout, how long transfers are waited for | load_s, unless recv_abort_timeout is there |
 | backend, qp_per_transfer, post_batch_size, num_workers | transport_options["mori"], if transports names "mori" |
@@ -23,7 +23,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvferry.control import addresses
-from kvferry.protocol.lease import Leases
 
 ALIASES = {
     "read_mode": "mode",
@@ -101,8 +100,6 @@ class _Translation:
 
     def times(self) -> None:
         self._number("defer_timeout", _seconds, "first_hold_s")
-        if "defer_timeout" in self._given and self.native["first_hold_s"] > Leases().longest_hold_s:
-            self.native.setdefault("longest_hold_s", self.native["first_hold_s"])
         self._number("recv_abort_timeout", _seconds, "load_s")
         if "recv_abort_timeout" not in self._given:
             self._number("transfer_timeout", _seconds, "load_s")

@@ -7,6 +7,7 @@ other side only how many blocks it has, and take its tensor for one like this si
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, get_args
 
 import numpy as np
@@ -78,13 +79,13 @@ def get_layer_transfer_geometry(
     remote_num_blocks: int | None = None,
 ) -> LayerTransferGeometry:
     """Reads a layer's tensor: [2, B, N, H, D] or [B, 2, N, H, D], also with heads before tokens; [B, N, C] of an MLA
-    spec; vLLM's [B, H, N, C]. N may be a part of the spec's block. remote_num_blocks: None if it is this side's number.
+    spec; vLLM's [B, H, N, C]. N may be a part of the spec's block. remote_num_blocks: None or 0 if it is this side's.
 
     Raises ValueError, naming the layer, where shape and spec disagree, a shape can be read in several ways, or the
     bytes of a block are not side by side.
     """
     cache = _read(layer_name, kv_cache, layer_to_spec)
-    return _geometry(cache, _remote_blocks(layer_name, remote_num_blocks, cache.num_blocks))
+    return _geometry(cache, _remote_blocks(layer_name, remote_num_blocks) or cache.num_blocks)
 
 
 def merge_contiguous_offsets(offsets_local: list[int], offsets_remote: list[int], sizes: list[int]) -> Offsets:
@@ -116,7 +117,7 @@ def compute_block_transfer_offsets(
     Raises ValueError for more local than remote blocks, for an id out of range, and as `get_layer_transfer_geometry`.
     """
     cache = _read(layer_name, kv_cache, layer_to_spec)
-    remote_blocks = _remote_blocks(layer_name, remote_num_blocks, cache.num_blocks)
+    remote_blocks = _remote_blocks(layer_name, remote_num_blocks)
     if len(local_block_ids) > len(remote_block_ids):
         raise ValueError(
             f"layer {layer_name}: local_block_ids has {len(local_block_ids)} blocks, remote_block_ids "
@@ -135,13 +136,43 @@ def iter_layer_registration_regions(
 ) -> list[tuple[torch.Tensor, int]]:
     """The memory to register: tensors, and how many bytes from each one's start up to its last block's last byte.
 
-    Two where all keys lie before all values, else one. Raises ValueError as `get_layer_transfer_geometry`.
+    Two where all keys lie before all values, else one. Of a recurrent layer, [B, 1, 1, C] of bytes, the two states:
+    tensors of the spec's shapes, with as many bytes as B pages have, or as there are.
+    Raises ValueError as `get_layer_transfer_geometry`, and for other than two states.
     """
+    spec = _spec(layer_to_spec, layer_name)
+    if isinstance(spec, MambaSpec):
+        return _state_regions(layer_name, kv_cache, spec)
     cache = _read(layer_name, kv_cache, layer_to_spec)
     blocks_bytes = (cache.num_blocks - 1) * cache.stride_bytes + cache.length_bytes
     if cache.is_split and cache.plane_axis is not None:
         return [(kv_cache.select(cache.plane_axis, plane), blocks_bytes) for plane in range(2)]
     return [(kv_cache, blocks_bytes + cache.bases[-1])]
+
+
+def _state_regions(layer_name: str, kv_cache: torch.Tensor, spec: MambaSpec) -> list[tuple[torch.Tensor, int]]:
+    named = f"layer {layer_name}, recurrent cache {list(kv_cache.shape)}"
+    if len(spec.shapes) != 2 or len(spec.dtypes) != 2:
+        raise LayoutError(
+            f"{named}: the spec has {len(spec.shapes)} states, must be a convolution's and a recurrence's"
+        )
+    if kv_cache.dim() != 4 or kv_cache.shape[1:3] != (1, 1) or (kv_cache.element_size(), kv_cache.stride(3)) != (1, 1):
+        raise LayoutError(f"{named} of {kv_cache.dtype}: must be [B, 1, 1, C] of bytes that are side by side")
+    num_pages, *_, page_bytes = kv_cache.shape
+    if not num_pages or page_bytes < spec.state_content_size_bytes:
+        raise LayoutError(f"{named}: no page of {spec.state_content_size_bytes} bytes, as the states have")
+    regions: list[tuple[torch.Tensor, int]] = []
+    first = 0
+    for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
+        end = first + prod(shape) * dtype.itemsize
+        try:
+            state = kv_cache[:, 0, 0, first:end].view(dtype).view(num_pages, *shape)
+        except RuntimeError as error:  # bytes that are not aligned
+            raise LayoutError(f"{named}: {error}") from None
+        bytes_left = state.untyped_storage().nbytes() - state.storage_offset() * dtype.itemsize
+        regions.append((state, min(num_pages * kv_cache.stride(0), bytes_left)))
+        first = end
+    return regions
 
 
 class _Cache(NamedTuple):
@@ -291,10 +322,10 @@ def _without_planes(kv_cache: torch.Tensor, spec: Any, is_mla: bool) -> _Reading
     return _Reading(num_rows, num_states, fused(shape, strides, content, 0, kv_cache.element_size()), None)
 
 
-def _remote_blocks(layer_name: str, given: int | None, local: int) -> int:
-    if given is not None and given < 1:
-        raise ValueError(f"layer {layer_name}: remote_num_blocks is {given}, must be positive (here are {local})")
-    return local if given is None else given
+def _remote_blocks(layer_name: str, given: int | None) -> int:
+    if given is not None and given < 0:
+        raise ValueError(f"layer {layer_name}: remote_num_blocks is {given}, must not be negative")
+    return given or 0
 
 
 def _ids(named: str, block_ids: Sequence[int], num_blocks: int) -> Ints:

@@ -15,10 +15,10 @@ TRANSPORT = "mori"
 _DEFAULTS: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("mode", "write", ("read_mode",)),
     ("port", 6301, ("handshake_port",)),
-    ("first_hold_s", 60.0, ("defer_timeout",)),
     ("load_s", 120.0, ("recv_abort_timeout", "transfer_timeout")),
 )
-"""Of kvferry's keys what MoRIIO does where nothing is set, and MoRIIO's names for the same."""
+"""Of kvferry's keys what MoRIIO does where nothing is set, and MoRIIO's names for the same. Its defer_timeout is not
+here: it is kvferry's first_hold_s, and what is here counts as given, so it gives way to no other time."""
 
 
 def with_defaults(extra_config: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
