@@ -558,7 +558,7 @@ def test_a_release_of_no_transfer_is_not_sent(
     peer = make_peer()
     for message_type in (None, "release"):
         notifier.send_notify("", peer.host, peer.port, message_type)
-    with pytest.raises(ValueError, match="transfer_id is empty"):
+    with pytest.raises(ValueError, match=r"release of '', .* of length >= 1 - at `\$\.transfer_id`"):
         notifier.send_notify("tx-1", peer.host, peer.port, "release", {"transfer_id": ""})
     notifier.send_notify("tx-2", peer.host, peer.port)
     assert peer.receive()[1] == b"tx-2"  # and nothing before it

@@ -179,8 +179,8 @@ def _is_id(one: object) -> bool:
 
 def _check_release(payload: dict[str, Any]) -> None:
     try:
-        _check_named(msgspec.convert(payload, MoriioRelease).transfer_id)
-    except ValueError as error:
+        msgspec.convert(payload, MoriioRelease)
+    except msgspec.ValidationError as error:
         raise ValueError(f"release of {payload.get('transfer_id')!r}, {payload}: {error}") from None
 
 
@@ -190,19 +190,14 @@ def read_transfer_ack(frame: bytes) -> MoRIIOTransferAck:
         bare = frame.decode("utf-8")
     except UnicodeDecodeError:  # a map in msgpack begins with a byte that no text does
         return _read_map(frame)
-    _check_named(bare)
+    if not bare:
+        raise ValueError("the frame is empty: a release names a transfer")
     return MoRIIOTransferAck(bare)
 
 
 def _read_map(frame: bytes) -> MoRIIOTransferAck:
     try:
         release = msgspec.msgpack.decode(frame, type=MoriioRelease)
-        _check_named(release.transfer_id)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"a frame of {len(frame)} bytes is no release: {error}") from None
     return MoRIIOTransferAck(release.transfer_id, release.consumer_tp_size)
-
-
-def _check_named(transfer_id: str) -> None:
-    if not transfer_id:
-        raise ValueError("transfer_id is empty: a release names a transfer")
