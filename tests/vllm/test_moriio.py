@@ -569,9 +569,9 @@ def test_all_forms_of_a_release_are_read(frame: bytes, expected: tuple[str, int]
 @pytest.mark.parametrize(
     ("frame", "named"),
     [
-        (b"", "transfer_id is empty"),
-        (msgspec.msgpack.encode({"type": "release", "transfer_id": ""}), "no release: transfer_id is empty"),
-        (msgspec.msgpack.encode({"type": "release", "transfer_id": "", "consumer_tp_size": 2}), "transfer_id is empty"),
+        (b"", "the frame is empty"),
+        (msgspec.msgpack.encode({"type": "release", "transfer_id": ""}), "no release: Expected `str` of length >= 1"),
+        (msgspec.msgpack.encode({"type": "release", "transfer_id": "", "consumer_tp_size": 2}), "transfer_id`"),
         (b"\xff\xfe", "no release"),
         (msgspec.msgpack.encode({"type": "release", "transfer_id": "t", "consumer_tp_size": 0}), "consumer_tp_size"),
         (msgspec.msgpack.encode({"type": "release", "transfer_id": "t", "consumer_tp_size": "x"}), "consumer_tp_size"),
