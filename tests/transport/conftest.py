@@ -17,6 +17,9 @@ import sockets_example
 import verbs_stand_in
 from transport_harness import Kit, PeerProcess, Side
 
+from kvferry.transport import registry
+from kvferry.transport.base import TransportError
+
 KITS = (
     Kit("local", "local"),
     Kit("local-shm", "local", memory="memfd"),
@@ -41,11 +44,24 @@ def _selected() -> tuple[Kit, ...]:
     if not named:
         return KITS
     kits = {kit.label: kit for kit in KITS + MORI_KITS}
-    options = json.loads(os.environ.get("KVFERRY_TEST_OPTIONS", "{}"))
-    return tuple(kits.get(name) or Kit(name, name, options) for name in named.split(","))
+    try:
+        options = json.loads(os.environ.get("KVFERRY_TEST_OPTIONS", "{}"))
+    except ValueError as error:
+        raise pytest.UsageError(f"KVFERRY_TEST_OPTIONS is no JSON: {error}") from error
+    return tuple(kits.get(name) or Kit(name, name, options, is_ours=False) for name in named.split(","))
 
 
 SELECTED = _selected()
+
+
+def pytest_configure() -> None:
+    """A transport that is not there fails the run, not each of its tests."""
+    for kit in SELECTED:
+        if not kit.is_ours:
+            try:
+                registry.options(kit.name)
+            except TransportError as error:
+                raise pytest.UsageError(f"KVFERRY_TEST_KITS: {error}") from error
 
 
 def _start(kit: Kit, started: list[PeerProcess]) -> PeerProcess:

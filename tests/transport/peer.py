@@ -41,6 +41,10 @@ class Peer:
         self.transport.register([Region(b.ctypes.data, b.nbytes, device_of(memory)) for b in self.buffers])
         return str(self.transport.record().hex())
 
+    def where(self) -> list[tuple[int, int]]:
+        """Address and length in bytes of each region."""
+        return [(buffer.ctypes.data, buffer.nbytes) for buffer in self.buffers]
+
     def fill(self, region: int, seed: int) -> None:
         self.buffers[region][:] = pattern(seed, len(self.buffers[region]))
 

@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from kvferry.layout import Region
+from kvferry.transport import hostmem
 from kvferry.transport.base import Batch, Handle, PeerLost, State, Status, Transport
 from kvferry.transport.registry import make
 
@@ -40,6 +41,7 @@ class Kit:
 
     environment: makes its library loadable in this process, and returns what a peer's environment needs besides.
     survives_death_in: the operations in which whoever posts may die, and the library lets the target's process live.
+    is_ours: errors are looked at for their words too, not only for their type.
     """
 
     label: str
@@ -48,6 +50,11 @@ class Kit:
     memory: str = "private"
     environment: Callable[[], dict[str, str]] = dict
     survives_death_in: tuple[str, ...] = ("read", "write")
+    is_ours: bool = True
+
+    def text(self, words: str) -> str | None:
+        """For pytest.raises."""
+        return words if self.is_ours else None
 
     @property
     def device(self) -> str:
@@ -61,6 +68,7 @@ class PeerProcess:
     def __init__(self, kit: Kit) -> None:
         self.kit = kit
         self.record = b""
+        self._regions: list[tuple[int, int]] = []
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("peer.py"))],
             stdin=subprocess.PIPE,
@@ -87,10 +95,16 @@ class PeerProcess:
         assert "error" not in answer, answer["error"]
         return answer["ok"]
 
+    def memory(self, region: int) -> bytes:
+        """What its region holds, also while it is stopped."""
+        address, length = self._regions[region]
+        return hostmem.read_bytes(self.pid, address, length)
+
     def start(self, sizes: tuple[int, ...] = SIZES) -> bytes:
         kit = self.kit
         answer = self.call("start", name=kit.name, options=kit.options, memory=kit.memory, sizes=sizes)
         self.record = bytes.fromhex(answer)
+        self._regions = self.call("where")
         return self.record
 
     def digest(self, region: int) -> str:

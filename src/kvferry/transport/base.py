@@ -100,10 +100,10 @@ class Transport(Protocol):
     traits: Traits
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Once, before anything else. Raises TransportError for memory that can't be registered."""
+        """Once, before all else. Raises TransportError for memory that can't be registered, and the second time."""
 
     def record(self) -> bytes:
-        """What a peer needs to reach this worker's regions."""
+        """What a peer needs to reach this worker's regions. Raises TransportError before `register`."""
 
     def reaches(self, record: bytes) -> bool:
         """Whether a peer's record can be reached from here at all (same host, same kind). Never raises or blocks.
@@ -113,13 +113,15 @@ class Transport(Protocol):
         """May block for a moment. Raises PeerLost, BadTransfer (a malformed record) or TransportError."""
 
     def read(self, peer: Peer, batches: Sequence[Batch]) -> Handle:
-        """Post: remote to local. Raises BadTransfer, QueueFull or PeerLost; then nothing of it was started."""
+        """Post: remote to local. Raises BadTransfer, QueueFull or PeerLost; then nothing of it was started. A peer that
+        is dead is PeerLost at the latest once a transfer with it was seen FAILED."""
 
     def write(self, peer: Peer, batches: Sequence[Batch]) -> Handle:
         """Post: local to remote. As `read`."""
 
     def poll(self, handle: Handle) -> Status:
-        """Never raises: any error of the library is FAILED with its text."""
+        """Never raises: any error of the library is FAILED with its text. So is a handle that was released, and after
+        `close` one that was under way."""
 
     def release(self, handle: Handle) -> bool:
         """Give the handle back, cancelling what can be cancelled. True when no operation of it can still move
@@ -136,4 +138,5 @@ class Transport(Protocol):
         """Forget the peer. Idempotent."""
 
     def close(self) -> None:
-        """Deregister and free everything. Idempotent."""
+        """Deregister and free everything. Idempotent. After it `register`, `record`, `connect`, `read`, `write` raise
+        TransportError, `release` says True of whatever can't move bytes any more, and the rest still does nothing."""
