@@ -51,6 +51,19 @@ def test_workers_that_slept_are_found_again(make_engine, who, write) -> None:
     eventually(lambda: results[0].quiet or consumer.inbox(), "what failed is quiet")
 
 
+def test_a_consumer_that_slept_before_it_was_first_written_to_is_asked_anew(make_engine) -> None:
+    """What its handshake told is no way to it any more, and no peer was there to be lost."""
+    producer, consumer = make_engine(leases=QUICK), make_engine(leases=QUICK)
+    assert moved(producer, consumer, True).ok
+    writing = producer.workers[0].agent._writing
+    assert writing is not None
+    (met,) = writing._consumers.values()
+    met.leave()
+    consumer.sleep_and_wake()
+    assert all(moved(producer, consumer, True).ok for _ in range(3))
+    assert consumer.workers[0].agent.counters["reads_instead"] == 1
+
+
 def posted(producer: Engine, consumer: Engine, gate: Gate) -> tuple[TransferRef, str]:
     producer.fill([3, 7, 5], 10)
     ref = producer.hold([3, 7, 5], 10)

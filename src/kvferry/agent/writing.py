@@ -190,6 +190,8 @@ class Writing:
             unable = isinstance(error, peers.Unreachable)
             self._driver.feed(WritesFailed(order.landing, f"{type(error).__name__}: {error}", unable))
             self._driver.feed(WritesQuiet(order.landing))
+            if unable:
+                self.on_stale(order.address)  # it may be elsewhere since it told where it is
             return
         source = sources.held(begin.block_ids, order.num_tokens) if begin.block_ids else None
         self._jobs[order.landing] = _Job(writes, begin.transfer_id, source)
