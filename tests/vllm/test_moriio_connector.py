@@ -287,7 +287,7 @@ def test_settings_that_mean_nothing_are_named_once(
     told = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
     assert told == [
         "kvferry: settings of MoRIIO's that mean nothing here are ignored: "
-        "notify_port, local_ping_port, proxy_port, num_workers"
+        "notify_port, local_ping_port, proxy_port, num_workers (transports does not name mori)"
     ]
     assert isinstance(engine.connector, MoRIIOConnector)
 

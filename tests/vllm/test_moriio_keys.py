@@ -1,12 +1,14 @@
 """A MoRIIO user's configuration in kvferry's words."""
 
+import re
 from typing import Any
 
 import pytest
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.moriio.moriio_common import MoRIIOMode, get_moriio_mode
 
-from kvferry.vllm.moriio_keys import KEYS, meanings, translate
+from kvferry.vllm import moriio_keys
+from kvferry.vllm.moriio_keys import KEYS, meanings
 
 MORIIO = {
     "proxy_ip": "10.0.0.1",
@@ -26,6 +28,11 @@ MORIIO = {
     "defer_timeout": "90",
     "recv_abort_timeout": 120.0,
 }
+NO_MORI = "transports does not name mori"
+
+
+def translate(extra: dict[str, Any], *default_transports: str) -> tuple[dict[str, Any], dict[str, str]]:
+    return moriio_keys.translate(extra, default_transports or ("local", "mori"))
 
 
 def test_a_whole_configuration() -> None:
@@ -38,17 +45,38 @@ def test_a_whole_configuration() -> None:
             "mode": "read",
             "first_hold_s": 90.0,
             "load_s": 120.0,
+            "transport_options": {
+                "mori": {"backend": "rdma", "qp_per_transfer": 2, "post_batch_size": -1, "num_workers": 4}
+            },
         },
-        (
-            *("proxy_port", "local_ping_port", "notify_port"),
-            *("backend", "qp_per_transfer", "post_batch_size", "num_workers", "transfer_timeout"),
-        ),
+        {
+            **dict.fromkeys(("proxy_port", "local_ping_port", "notify_port"), ""),
+            "transfer_timeout": "recv_abort_timeout is given",
+        },
     )
+
+
+@pytest.mark.parametrize(
+    ("extra", "default_transports", "is_taken"),
+    [
+        ({}, ("local", "mori", "nixl"), True),
+        ({}, ("local", "nixl"), False),
+        ({"transports": ["mori"]}, ("local",), True),
+        ({"transports": ["local"]}, ("mori",), False),
+    ],
+)
+def test_settings_of_its_engine_mean_something_where_mori_is_in_force(
+    extra: dict[str, Any], default_transports: tuple[str, ...], is_taken: bool
+) -> None:
+    native, ignored = translate({**extra, "backend": "xgmi", "num_workers": "2"}, *default_transports)
+    options = {"transport_options": {"mori": {"backend": "xgmi", "num_workers": 2}}} if is_taken else {}
+    assert native == {**extra, **options}
+    assert ignored == ({} if is_taken else {"backend": NO_MORI, "num_workers": NO_MORI})
 
 
 def test_what_is_already_ours_stays() -> None:
     ours = {"mode": "write", "transports": ["mori"], "transport_options": {"mori": {"backend": "xgmi"}}, "unknown": 1}
-    assert translate(ours) == (ours, ())
+    assert translate(ours) == (ours, {})
 
 
 def test_the_given_configuration_is_left_as_it_is() -> None:
@@ -79,11 +107,11 @@ def test_an_ipv6_router_is_written_with_or_without_brackets(host: str) -> None:
 
 @pytest.mark.parametrize("proxy", [{"proxy_ip": "", "proxy_ping_port": 36367}, {"proxy_ping_port": "36367"}])
 def test_without_a_router_its_port_means_nothing(proxy: dict[str, Any]) -> None:
-    assert translate(proxy) == ({}, tuple(proxy))
+    assert translate(proxy) == ({}, dict.fromkeys(proxy, "there is no proxy_ip"))
 
 
 def test_transfer_timeout_limits_a_load_where_nothing_else_does() -> None:
-    assert translate({"transfer_timeout": 40}) == ({"load_s": 40}, ())
+    assert translate({"transfer_timeout": 40}) == ({"load_s": 40}, {})
 
 
 def test_settings_of_its_engine_go_to_the_transport() -> None:
@@ -97,7 +125,7 @@ def test_settings_of_its_engine_go_to_the_transport() -> None:
         }
     )
     options = {"mori": {"own": 1, "num_workers": 4, "backend": "xgmi", "qp_per_transfer": 2}, "nixl": {}}
-    assert (native["transport_options"], ignored) == (options, ())
+    assert (native["transport_options"], ignored) == (options, {})
 
 
 @pytest.mark.parametrize(
@@ -125,11 +153,16 @@ def test_settings_of_its_engine_go_to_the_transport() -> None:
         ({"http_port": None}, "http_port is None"),
         ({"proxy_ip": "10.0.0.1"}, "proxy_ip is '10.0.0.1' and proxy_ping_port.* missing"),
         ({"proxy_ip": 7, "proxy_ping_port": 5}, "proxy_ip is 7"),
+        *(
+            ({"proxy_ip": host, "proxy_ping_port": 5}, f"proxy_ip is '{re.escape(host)}', .* without scheme or port$")
+            for host in ("10.0.0.1:36367", "http://10.0.0.1", "tcp://router", "[::1]:36367", "router/")
+        ),
         ({"proxy_ip": "10.0.0.1", "proxy_ping_port": float("inf")}, "proxy_ping_port is inf"),
         ({"defer_timeout": 0}, "defer_timeout is 0"),
         ({"transfer_timeout": float("inf")}, "transfer_timeout is inf"),
         ({"recv_abort_timeout": "soon"}, "recv_abort_timeout is 'soon'"),
         ({"transports": ["mori"], "backend": "tcp"}, "backend is 'tcp'"),
+        ({"backend": "tcp"}, "backend is 'tcp'"),
         ({"transports": ["mori"], "num_workers": "many"}, "num_workers is 'many'"),
     ],
 )

@@ -6,9 +6,13 @@ import logging
 
 import pytest
 
+from kvferry.control.addresses import AddressError
 from kvferry.transport import registry
 from kvferry.transport.base import TransportUnavailable
 from kvferry.vllm import config, wiring
+
+ELSEWHERE = "192.0.2.9"
+"""For documentation only (RFC 5737): no machine has it."""
 
 
 class Listening:
@@ -38,16 +42,45 @@ def test_a_transport_that_listens_does_so_where_peers_are_told(options, host) ->
     assert (listening.host, local.name) == (host, "local")
 
 
-@pytest.mark.parametrize(("extra", "level"), [({}, "INFO"), ({"transports": ["mori", "local"]}, "WARNING")])
+@pytest.mark.parametrize(
+    ("extra", "level"),
+    [({}, "INFO"), ({"transports": ["mori", "local"]}, "WARNING"), ({"backend": "xgmi"}, "WARNING")],
+)
 def test_what_is_not_installed_is_left_out_and_told_if_it_was_asked_for(monkeypatch, caplog, extra, level) -> None:
     def make(name: str, options: dict) -> object:
         if name == "mori":
-            raise TransportUnavailable("not here")
+            raise TransportUnavailable("mori: not here")
         return name
 
     monkeypatch.setattr(registry, "make", make)
     with caplog.at_level(logging.INFO, logger="kvferry"):
         made = wiring.open_transports(config.parse(extra))
-    assert made == (["local"] if extra else ["local", "nixl"])
+    assert made == (["local"] if "transports" in extra else ["local", "nixl"])
     (line,) = [record for record in caplog.records if "not here" in record.getMessage()]
-    assert line.levelname == level
+    assert (line.levelname, line.getMessage()) == (level, "kvferry: transport mori: not here")
+
+
+def test_without_any_transport_each_is_named_once(monkeypatch) -> None:
+    def make(name: str, options: dict) -> object:
+        raise TransportUnavailable(f"{name}: not here")
+
+    monkeypatch.setattr(registry, "make", make)
+    with pytest.raises(TransportUnavailable) as raised:
+        wiring.open_transports(config.parse({"transports": ["mori", "local"]}))
+    assert str(raised.value) == "none of the configured transports is available: mori: not here; local: not here"
+
+
+@pytest.mark.parametrize(
+    ("extra", "by_vllm", "setting"),
+    [
+        ({"host_ip": ELSEWHERE}, "", "host_ip"),
+        ({"host_ip": ELSEWHERE}, "127.0.0.1", "host_ip"),
+        ({}, ELSEWHERE, "VLLM_HOST_IP"),
+        ({"host_ip": ELSEWHERE}, ELSEWHERE, "VLLM_HOST_IP"),
+    ],
+)
+def test_a_host_of_another_machine_is_named_with_what_set_it(monkeypatch, extra, by_vllm, setting) -> None:
+    monkeypatch.setenv("VLLM_HOST_IP", by_vllm)
+    with pytest.raises(AddressError) as raised:
+        wiring.open_endpoint(config.parse({**extra, "allow_open": True}), 0)
+    assert str(raised.value) == f"{setting} {ELSEWHERE} is no address of this machine"

@@ -8,13 +8,17 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from rich.table import Table
+from rich.text import Text
 
 import kvferry
 from kvferry.cli import preflight
 from kvferry.cli.errors import Problem
+from kvferry.transport import mooncake_library, registry
+from kvferry.transport.base import TransportError
 
 _SHM_NEEDED_BYTES = 512 << 20  # the message queues of one pair of servers; most of it is never touched
 _MEMORY_NEEDED_BYTES = 8 * preflight.GIB
@@ -45,7 +49,7 @@ def examine() -> Iterator[Finding]:
         _plugin,
         _torch_companions,
         _router,
-        *(_transport_check(name) for name in ("local", "mori", "nixl", "mooncake")),
+        *map(_transport_check, registry.known()),
         _ptrace,
         _secret,
         _memory,
@@ -59,16 +63,20 @@ def examine() -> Iterator[Finding]:
 
 
 def table(findings: list[Finding]) -> Table:
-    """The findings as a table for a terminal."""
+    """The findings as a table for a terminal; `advice` goes below it."""
     styles = {State.OK: "green", State.NOTE: "yellow", State.WRONG: "bold red"}
     view = Table(title=f"kvferry {kvferry.__version__}", title_justify="left")
-    for column in ("what", "", "found", "what to do"):
+    for column in ("what", "", "found"):
         view.add_column(column, overflow="fold")
     for finding in findings:
         style = styles[finding.state]
-        cells = [text.replace("[", r"\[") for text in (finding.what, finding.found, finding.advice)]
-        view.add_row(cells[0], f"[{style}]{finding.state.value}[/]", cells[1], cells[2])
+        view.add_row(Text(finding.what), Text(finding.state.value, style), Text(finding.found))
     return view
+
+
+def advice(findings: list[Finding]) -> list[str]:
+    """What to do about what was found, a line for each finding that asks for something."""
+    return [f"{finding.what}: {finding.advice}" for finding in findings if finding.advice]
 
 
 def _python() -> Finding:
@@ -115,18 +123,29 @@ def _router() -> Finding:
 
 def _transport_check(name: str) -> Callable[[], Finding]:
     def check() -> Finding:
-        from kvferry.transport import registry
-        from kvferry.transport.base import TransportError
-
         try:
             transport = registry.make(name)
         except TransportError as error:
-            return Finding(f"transport {name}", State.NOTE, str(error))
+            return Finding(check.__name__, State.NOTE, "can't be used", str(error).removeprefix(f"{name}: "))
         transport.close()
-        version = preflight.version_of(name)
-        return Finding(f"transport {name}", State.OK, version or "works")
+        return Finding(check.__name__, State.OK, _version_of_transport(name) or "works")
 
+    check.__name__ = f"transport {name}"
     return check
+
+
+def _version_of_transport(name: str) -> str:
+    """Of the library behind one of kvferry's own that works, or of the package that offers another; else empty."""
+    if name == "mooncake":
+        return mooncake_library.version()
+    if name == "mori":
+        return preflight.version_of("amd-mori") or str(getattr(sys.modules.get("mori"), "__version__", ""))
+    if name == "nixl":
+        return preflight.version_of("nixl", "nixl-cu13", "nixl-cu12", "nixl-rocm") or ""
+    packages = {
+        f"{at.dist.version} of {at.dist.name}" for at in entry_points(group=registry.GROUP, name=name) if at.dist
+    }
+    return ", ".join(sorted(packages))
 
 
 def _ptrace() -> Finding:

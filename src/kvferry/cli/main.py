@@ -181,7 +181,11 @@ def doctor() -> None:
     from kvferry.cli import doctor as examination
 
     findings = list(examination.examine())
-    _console().print(examination.table(findings))
+    console = _console()
+    console.print(examination.table(findings))
+    for line in examination.advice(findings):
+        # One line, however long: what is to be run can be copied whole.
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(1 if any(finding.state is examination.State.WRONG for finding in findings) else 0)
 
 
@@ -200,11 +204,11 @@ def _model(model: Path | None, tp_sizes: tuple[int, int], reporter: Reporter) ->
 def _check_options(transport: str | None, port: int) -> None:
     """Before anything that takes long. Raises Problem."""
     from kvferry.cli.ports import require_free
-    from kvferry.cli.servers import ROUTER, require_known_transport
+    from kvferry.cli.servers import ROUTER, require_transport
 
-    require_known_transport(transport)
     if port:
         require_free(port, ROUTER)
+    require_transport(transport)
 
 
 def _cluster(

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kvferry.cli import api, logs, preflight, proc
+from kvferry.cli import api, logs, preflight, proc, trial
 from kvferry.cli.children import Child, Children
 from kvferry.cli.errors import Problem
 from kvferry.cli.ports import HOST, free_ports, require_free
@@ -335,8 +335,8 @@ class Cluster:
         )
 
 
-def require_known_transport(name: str | None) -> None:
-    """Raise Problem for a transport that neither kvferry nor an installed package has, and that is at no such path."""
+def require_transport(name: str | None) -> None:
+    """Raise Problem for a transport that is not known, or that a server here could not make: its library is missing."""
     from kvferry.transport import registry
     from kvferry.transport.base import TransportError
 
@@ -345,5 +345,7 @@ def require_known_transport(name: str | None) -> None:
     try:
         registry.options(name)
     except TransportError as error:
-        advice = f'Choose one of: {", ".join(registry.known())}; or "package.module:Class".'
-        raise Problem(f"--transport: {error}", advice) from None
+        raise Problem(f"--transport: {error}") from None
+    why = trial.failure_of(name, HOST)
+    if why:
+        raise Problem(f"--transport {name}: {why}")

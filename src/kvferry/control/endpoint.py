@@ -40,6 +40,7 @@ __all__ = [
     "Event",
     "Forgotten",
     "FrameTooLarge",
+    "HostNotHere",
     "Limits",
     "Lost",
     "Received",
@@ -57,6 +58,10 @@ _NEVER_MS = 3_600_000
 
 class Backlog(RuntimeError):
     """Back-pressure: the peer does not keep up and the frame was not accepted. Send it again later, or let it be."""
+
+
+class HostNotHere(AddressError):
+    """The host to listen on is no address of this machine."""
 
 
 class FrameTooLarge(ValueError):
@@ -110,7 +115,7 @@ class Endpoint:
     ) -> None:
         """Listens on `host` (numeric, or a name, which is resolved here), on any free port if `port` is 0.
 
-        Raises AddressError for a host that can't be bound or a port in use.
+        Raises HostNotHere for a host of another machine, AddressError for one that can't be bound or a port in use.
         """
         numeric = addresses.advertised_host(host, {})
         if not security.protects(numeric):
@@ -242,7 +247,11 @@ class Endpoint:
         try:
             self._listener.bind(addresses.join(numeric, port))
         except zmq.ZMQError as error:
-            raise AddressError(f"can't listen on {addresses.join(numeric, port)}: {error.strerror}") from None
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise HostNotHere(f"host {numeric} is no address of this machine") from None
+            # pyzmq's own text ends with the address once more.
+            why = zmq.strerror(error.errno or 0)
+            raise AddressError(f"can't listen on {addresses.join(numeric, port)}: {why}") from None
         bound = self._listener.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         return addresses.join(numeric, int(bound.rpartition(":")[2]))
 

@@ -26,6 +26,8 @@ PACKAGES = (
 )
 _WHEEL = "mooncake-transfer-engine-non-cuda>=0.3.13,<0.3.14"
 """The one for CPU memory; mooncake-transfer-engine is for CUDA."""
+_SYSTEM = "apt-get install libibverbs1 libnuma1 libcurl4"
+"""What the wheel does not bring along."""
 OLDEST = (0, 3, 13)
 """Before it a write was reported as done when it had left, not when it had arrived."""
 PENDING, MOVED, LATE = 0, 1, -2
@@ -56,8 +58,8 @@ def load() -> Any:
 
 
 def _remedy(error: str) -> str:
-    """A missing shared library is the system's; the wheel brings all others along."""
-    return "apt-get install libibverbs1 libnuma1 libcurl4" if ".so" in error else f"pip install '{_WHEEL}'"
+    """A missing shared library is the system's; a missing module may lack both, and is told of both at once."""
+    return _SYSTEM if ".so" in error else f"pip install '{_WHEEL}'; its system libraries: {_SYSTEM}"
 
 
 def version() -> str:

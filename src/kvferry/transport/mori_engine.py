@@ -10,6 +10,7 @@ import math
 import os
 import re
 import secrets
+import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -268,12 +269,20 @@ def import_io() -> tuple[Any, str]:
     try:
         io = importlib.import_module("mori.io")
     except (ImportError, OSError) as error:
-        raise TransportUnavailable(
-            f"mori: {text_of(error)}. MoRI-IO needs ROCm's libraries and, from PyPI, Python 3.10: "
-            "pip install 'amd-mori>=1.2.4,<1.3'"
-        ) from error
+        raise TransportUnavailable(f"mori: {text_of(error)}. MoRI-IO needs ROCm's libraries; {_remedy()}") from error
     os.environ.setdefault(_BACKOFF, _BACKOFF_US)
     return io, str(importlib.import_module("mori").__version__)
+
+
+def _remedy() -> str:
+    """AMD publishes wheels for one Python only."""
+    major, minor = sys.version_info[:2]
+    if (major, minor) == (3, 10):
+        return "with them: pip install 'amd-mori>=1.2.4,<1.3'"
+    return (
+        f"AMD's wheels on PyPI are for Python 3.10, this is {major}.{minor}: take the MoRI 1.2 of your ROCm image, or "
+        "build it for this Python"
+    )
 
 
 def _make(io: Any, settings: Settings, key: str) -> Any:

@@ -6,6 +6,7 @@ named by where it is, "package.module:Class".
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import typing
@@ -98,7 +99,11 @@ def _offered(name: str) -> Any:
     # A package that is found in two ways (installed, and on the path) is listed twice.
     offers = {(_package_of(point), point.value) for point in entry_points(group=GROUP, name=name)}
     if not offers:
-        raise TransportError(f"unknown transport {name!r}; known are {', '.join(known())}")
+        near = difflib.get_close_matches(name.lower(), known(), n=1)
+        meant = f" (did you mean {near[0]!r}?)" if near else ""
+        raise TransportError(
+            f'unknown transport {name!r}{meant}; known are {", ".join(known())}, or "package.module:Class"'
+        )
     if len(offers) > 1:
         texts = " and ".join(f"{package} ({path})" for package, path in sorted(offers))
         raise TransportError(f"transport {name!r} is offered by {texts}; name one by its path")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import json
 import logging
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
@@ -24,6 +26,8 @@ _BOUNDS = (
     ("claim_reply_s", "write_s", 1),
 )
 """What Leases asks of times: how many of the first must fit into the second."""
+
+_LISTS = ("transports", "allowed_peers")
 
 DEFAULT_TRANSPORTS = ("local", "mori", "nixl")
 """The best first; what is not installed is left out. Mooncake listens on every interface, so it must be asked for."""
@@ -99,14 +103,15 @@ def parse(extra_config: Mapping[str, Any], log_ignored: bool = True) -> Config:
     Raises ConfigError that names the key, its value and what is allowed.
     """
     try:
-        native, ignored = moriio_keys.translate(extra_config)
+        native, ignored = moriio_keys.translate(extra_config, DEFAULT_TRANSPORTS)
+        _check_keys(native.keys())
+        _check_lists(native)
     except ValueError as error:
         raise ConfigError(f"kv_connector_extra_config: {error}") from None
     try:
         config = _fitted(msgspec.convert(native, Config), native.keys())
     except msgspec.ValidationError as error:
-        known = ", ".join(Config.__struct_fields__)
-        raise ConfigError(f"kv_connector_extra_config: {error} (known keys: {known})") from None
+        raise ConfigError(f"kv_connector_extra_config: {error}") from None
     try:
         _check(config)
     except ValueError as error:
@@ -114,8 +119,28 @@ def parse(extra_config: Mapping[str, Any], log_ignored: bool = True) -> Config:
         notes = ", ".join(filter(None, [moriio_keys.meanings(extra_config), *moved]))
         raise ConfigError(f"kv_connector_extra_config: {error}{notes and f' ({notes})'}") from None
     if ignored and log_ignored:
-        logger.warning("kvferry: settings of MoRIIO's that mean nothing here are ignored: %s", ", ".join(ignored))
+        told = ", ".join(f"{key} ({why})" if why else key for key, why in ignored.items())
+        logger.warning("kvferry: settings of MoRIIO's that mean nothing here are ignored: %s", told)
     return config
+
+
+def _check_keys(keys: Collection[str]) -> None:
+    """Raises ValueError that names the first unknown key, the known ones, and the one that may be meant."""
+    known = Config.__struct_fields__
+    for key in keys:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), (*known, *moriio_keys.KEYS), n=1)
+            meant = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(f"unknown key {key!r}{meant}; known keys: {', '.join(known)}, and MoRIIO's own")
+
+
+def _check_lists(native: Mapping[str, Any]) -> None:
+    """Raises ValueError for a text where a list is wanted, which shows how that is written."""
+    for key in _LISTS:
+        value = native.get(key)
+        if isinstance(value, str):
+            meant = json.dumps([part.strip() for part in value.split(",")], ensure_ascii=False)
+            raise ValueError(f"{key} is {value!r}, must be a list: {meant}")
 
 
 def _fitted(config: Config, given: Collection[str]) -> Config:

@@ -8,6 +8,7 @@ MoRIIO's two ports; kvferry has one rendezvous per engine, so both carry its por
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -15,6 +16,7 @@ import msgspec
 import zmq
 
 from kvferry.control import addresses
+from kvferry.control.security import load_secret
 from kvferry.vllm.config import Config, ConfigError
 
 if TYPE_CHECKING:
@@ -116,7 +118,8 @@ def announcer(config: Config, vllm_config: VllmConfig, rendezvous_address: str) 
         return None
     router = f"tcp://{config.discovery}"
     host, port = addresses.parse(rendezvous_address)
-    _warn_if_unreachable(host, router)
+    is_protected = config.allow_open or bool(load_secret(config.secret, os.environ))
+    _warn_if_unreachable(host, router, is_protected)
     announcement = Announcement(
         type=_TYPES[side],
         http_address=addresses.join(host, config.http_port).removeprefix("tcp://"),
@@ -144,10 +147,12 @@ def _side(announce_as: str | None, kv_role: str | None) -> str:
     return side
 
 
-def _warn_if_unreachable(host: str, router: str) -> None:
+def _warn_if_unreachable(host: str, router: str, is_protected: bool) -> None:
     if addresses.is_loopback(host) and not addresses.is_loopback(addresses.parse(router)[0]):
         logger.warning(
-            "kvferry: this engine announces itself as %s to the router at %s: unless both are on one host, set host_ip",
+            "kvferry: this engine announces itself as %s to the router at %s: unless both are on one host, "
+            "set host_ip%s",
             host,
             router,
+            "" if is_protected else "; it stays on loopback until KVFERRY_SECRET (or allow_open) is set",
         )

@@ -9,7 +9,7 @@
 | defer_timeout, how long a finished prefill's blocks wait | first_hold_s |
 | recv_abort_timeout, when a READ under way is given up | load_s |
 | transfer_timeout, how long transfers are waited for | load_s, unless recv_abort_timeout is there |
-| backend, qp_per_transfer, post_batch_size, num_workers | transport_options["mori"], if transports names "mori" |
+| backend, qp_per_transfer, post_batch_size, num_workers | transport_options["mori"], if "mori" is in force |
 | notify_port, local_ping_port, proxy_port | nothing |
 
 transfer_timeout is not write_s: a load in WRITE also waits for the prefill, for which MoRIIO has no limit.
@@ -19,7 +19,8 @@ Like MoRIIO, all numbers are taken as text too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvferry.control import addresses
@@ -35,21 +36,28 @@ ALIASES = {
 }
 _ENGINE_KEYS = ("backend", "qp_per_transfer", "post_batch_size", "num_workers")
 _NOTHING_HERE = ("notify_port", "local_ping_port", "proxy_port")
+_HOST_NAME = re.compile(r"[\w.-]{1,253}")
 KEYS = (*ALIASES, *_ENGINE_KEYS, *_NOTHING_HERE)
 """The keys that only MoRIIO has. host_ip and http_port are called the same in both."""
 
 
-def translate(extra_config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def translate(
+    extra_config: Mapping[str, Any], default_transports: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, str]]:
     """The same settings under kvferry's keys, and those keys of MoRIIO that were given and mean nothing here.
+
+    default_transports: those in force where none are given. Each key that means nothing comes with the reason, empty
+    where kvferry never has a use for it.
 
     Raises ValueError for a value of MoRIIO's that means nothing, and for one that contradicts kvferry's own key.
     """
-    translation = _Translation(extra_config)
+    translation = _Translation(extra_config, default_transports)
     translation.mode()
     translation.addresses()
     translation.times()
     translation.engine()
-    return translation.native, tuple(key for key in extra_config if key in translation.ignored)
+    ignored = translation.ignored
+    return translation.native, {key: ignored[key] for key in extra_config if key in ignored}
 
 
 def meanings(extra_config: Mapping[str, Any]) -> str:
@@ -60,15 +68,19 @@ def meanings(extra_config: Mapping[str, Any]) -> str:
 class _Translation:
     """One configuration on its way: `native` grows, `ignored` too."""
 
-    def __init__(self, extra_config: Mapping[str, Any]) -> None:
+    def __init__(self, extra_config: Mapping[str, Any], default_transports: Sequence[str]) -> None:
+        self._default_transports = default_transports
         self._given = {key: extra_config[key] for key in KEYS if key in extra_config}
         self.native = {key: value for key, value in extra_config.items() if key not in KEYS}
-        self.ignored = {key for key in _NOTHING_HERE if key in self._given}
+        self.ignored = {key: "" for key in _NOTHING_HERE if key in self._given}
 
     def _put(self, key: str, value: Any, alias: str, given: Any) -> None:
         own = self.native.setdefault(key, value)
         if own != value:
             raise _contradiction(key, own, alias, given)
+
+    def _ignore(self, keys: Sequence[str], why: str) -> None:
+        self.ignored |= {key: why for key in keys if key in self._given}
 
     def _number(self, alias: str, convert: Callable[[str, Any], Any], key: str) -> None:
         if alias in self._given:
@@ -87,15 +99,16 @@ class _Translation:
         if self._given.get("proxy_ip"):
             self._discovery(self._given["proxy_ip"])
         else:
-            self.ignored |= {"proxy_ip", "proxy_ping_port"} & self._given.keys()
+            self._ignore(("proxy_ip", "proxy_ping_port"), "there is no proxy_ip")
 
     def _discovery(self, proxy_ip: Any) -> None:
-        if not isinstance(proxy_ip, str):
-            raise ValueError(f"proxy_ip is {proxy_ip!r}, must be the router's host")
+        host = proxy_ip.strip("[]") if isinstance(proxy_ip, str) else ""
+        if not (addresses.is_numeric(host) or _HOST_NAME.fullmatch(host)):
+            raise ValueError(f"proxy_ip is {proxy_ip!r}, must be the router's host without scheme or port")
         port = _port("proxy_ping_port", self._given.get("proxy_ping_port", 0))
         if port == 0:
             raise ValueError(f"proxy_ip is {proxy_ip!r} and proxy_ping_port, the port of its discovery, is missing")
-        router = addresses.join(proxy_ip.strip("[]"), port).removeprefix("tcp://")
+        router = addresses.join(host, port).removeprefix("tcp://")
         self._put("discovery", router, "proxy_ip with proxy_ping_port", router)
 
     def times(self) -> None:
@@ -103,14 +116,14 @@ class _Translation:
         self._number("recv_abort_timeout", _seconds, "load_s")
         if "recv_abort_timeout" not in self._given:
             self._number("transfer_timeout", _seconds, "load_s")
-        elif "transfer_timeout" in self._given:
-            self.ignored.add("transfer_timeout")
+        else:
+            self._ignore(("transfer_timeout",), "recv_abort_timeout is given")
 
     def engine(self) -> None:
         given = {key: self._given[key] for key in _ENGINE_KEYS if key in self._given}
-        transports = self.native.get("transports")
+        transports = self.native.get("transports", self._default_transports)
         if not isinstance(transports, list | tuple) or "mori" not in transports:
-            self.ignored |= given.keys()
+            self._ignore(_ENGINE_KEYS, "transports does not name mori")
             return
         options = self.native.get("transport_options", {})
         own = options.get("mori", {}) if isinstance(options, Mapping) else None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 
-from kvferry.control.addresses import AllowedRanges, advertised_host
-from kvferry.control.endpoint import Endpoint, Limits
+from kvferry.control.addresses import AddressError, AllowedRanges, advertised_host
+from kvferry.control.endpoint import Endpoint, HostNotHere, Limits
 from kvferry.control.security import Security, load_secret
 from kvferry.transport import registry
 from kvferry.transport.base import Transport, TransportUnavailable
@@ -20,7 +20,16 @@ def open_endpoint(config: Config, port: int) -> Endpoint:
     host = advertised_host(config.host_ip, os.environ)
     security = Security.choose(host, load_secret(config.secret, os.environ), config.allow_open)
     limits = Limits(heartbeat_s=config.silence_s / 3, handshake_s=config.handshake_s)
-    return Endpoint(host, security, AllowedRanges(config.allowed_peers), port, limits=limits)
+    try:
+        return Endpoint(host, security, AllowedRanges(config.allowed_peers), port, limits=limits)
+    except HostNotHere:
+        raise AddressError(f"{_host_setting(config)} {host} is no address of this machine") from None
+
+
+def _host_setting(config: Config) -> str:
+    """What the advertised host was set by."""
+    by_vllm = os.environ.get("VLLM_HOST_IP")
+    return "VLLM_HOST_IP" if by_vllm and config.host_ip in (None, "", by_vllm) else "host_ip"
 
 
 def open_transports(config: Config) -> list[Transport]:
@@ -31,8 +40,8 @@ def open_transports(config: Config) -> list[Transport]:
         try:
             transports.append(registry.make(name, _options(name, config)))
         except TransportUnavailable as error:
-            missing.append(f"{name}: {error}")
-            is_asked_for = config.transports != DEFAULT_TRANSPORTS
+            missing.append(f"{name}: {str(error).removeprefix(f'{name}: ')}")
+            is_asked_for = config.transports != DEFAULT_TRANSPORTS or name in config.transport_options
             logger.log(logging.WARNING if is_asked_for else logging.INFO, "kvferry: transport %s", missing[-1])
     if not transports:
         raise TransportUnavailable(f"none of the configured transports is available: {'; '.join(missing)}")
